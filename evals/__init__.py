@@ -1,0 +1,1 @@
+"""Accuracy on GSM8K and MMLU: to come."""

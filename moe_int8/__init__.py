@@ -1,0 +1,1 @@
+"""INT8 (w8a8) inference of DeepSeek V3/R1."""

@@ -1,0 +1,1 @@
+"""Online serving of the model (engine, scheduler, HTTP server): to come."""
