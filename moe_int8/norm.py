@@ -100,7 +100,8 @@ def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch
     if use_triton(x):
         from moe_int8.kernels.rms_norm import launch_rms_norm
 
-        return launch_rms_norm(x, weight, eps, residual)
+        with torch.cuda.device_of(x):
+            return launch_rms_norm(x, weight, eps, residual)
     return rms_norm_ref(x, weight, eps, residual)
 
 
@@ -116,7 +117,8 @@ def _rms_norm_quantize(
     if use_triton(x):
         from moe_int8.kernels.rms_norm import launch_rms_norm_quantize
 
-        return launch_rms_norm_quantize(x, weight, eps, residual)
+        with torch.cuda.device_of(x):
+            return launch_rms_norm_quantize(x, weight, eps, residual)
     return rms_norm_quantize_ref(x, weight, eps, residual)
 
 

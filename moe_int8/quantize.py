@@ -96,7 +96,8 @@ def _quantize_per_token(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     if use_triton(x):
         from moe_int8.kernels.quantize import launch_quantize_per_token
 
-        return launch_quantize_per_token(x)
+        with torch.cuda.device_of(x):
+            return launch_quantize_per_token(x)
     return quantize_per_token_ref(x)
 
 

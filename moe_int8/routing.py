@@ -143,17 +143,18 @@ def _grouped_topk(
     if use_triton(logits):
         from moe_int8.kernels.grouped_topk import launch_grouped_topk
 
-        return launch_grouped_topk(
-            logits,
-            bias,
-            top_k,
-            n_group,
-            topk_group,
-            renormalize,
-            routed_scaling_factor,
-            softmax=scoring == "softmax",
-            top2_sum=group_score == "top2_sum",
-        )
+        with torch.cuda.device_of(logits):
+            return launch_grouped_topk(
+                logits,
+                bias,
+                top_k,
+                n_group,
+                topk_group,
+                renormalize,
+                routed_scaling_factor,
+                softmax=scoring == "softmax",
+                top2_sum=group_score == "top2_sum",
+            )
     return grouped_topk_ref(
         logits,
         bias,

@@ -24,7 +24,7 @@ def _seed() -> None:
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> str:
-    """Every test that takes `device` runs on the CPU (interpreted under TRITON_INTERPRET=1) and, with -m gpu, on a GPU."""
+    """A test that takes `device` runs on the CPU (interpreted under TRITON_INTERPRET=1) and, with -m gpu, on a GPU."""
     return request.param
 
 
