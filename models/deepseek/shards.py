@@ -1,0 +1,104 @@
+"""What a conversion makes of a source shard, and working through the shards one by one or in several processes."""
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from typing import TypeVar
+
+import torch
+from tqdm import tqdm
+
+from moe_int8.models.deepseek.checkpoint import Checkpoint, CheckpointError, projection_kind
+from moe_int8.quantization.block_fp8 import FP8, dequantize_block_fp8
+
+T = TypeVar("T")
+
+
+def planned_tensors(source: Checkpoint, file: str, to: str) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Dtype and shape of the tensors that a source shard becomes, converted `to` "int8" or "bf16"."""
+    plan: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+    for name in source.names_in(file):
+        dtype, shape = source.dtype(name), source.shape(name)
+        if to == "int8" and projection_kind(name):
+            plan[name] = (torch.int8, shape)
+            plan[f"{name}_scale"] = (torch.float32, (shape[0], 1))
+        elif dtype is FP8:
+            plan[name] = (torch.bfloat16, shape)
+        elif not name.endswith("_scale_inv"):
+            plan[name] = (dtype, shape)
+    return plan
+
+
+def read_weight(source: Checkpoint, name: str) -> torch.Tensor:
+    """A source weight: FP8 as the fp32 values it stands for, everything else as stored.
+
+    The scale of an FP8 weight may live in another shard.
+    """
+    weight = source.tensor(name)
+    if weight.dtype is not FP8:
+        return weight
+    return dequantize_block_fp8(weight, source.tensor(f"{name}_scale_inv"), source.block)
+
+
+def for_each_shard(
+    task: Callable[[str], T], source: Checkpoint, pending: Sequence[str], workers: int, total: Sequence[str] = ()
+) -> Iterator[T]:
+    """Yield `task(shard)` for every pending shard as it ends, with a progress bar over the bytes of the source.
+
+    Args:
+        task: with more than one worker it must pickle.
+        source: whose shards they are.
+        pending: names of the shards to work on.
+        workers: processes; 1 stays in this one.
+        total: all shards of the job, where some were done before.
+
+    Raises:
+        CheckpointError: a worker died. Whatever a task raises is raised here; shards not yet begun are left.
+    """
+    sizes = {file: source.path(file).stat().st_size for file in {*pending, *total}}
+    done = sum(sizes[file] for file in total if file not in pending)
+    with tqdm(total=sum(sizes.values()), initial=done, unit="B", unit_scale=True, dynamic_ncols=True) as bar:
+        for file, result in _results(task, pending, min(workers, len(pending))):
+            bar.update(sizes[file])
+            yield result
+
+
+def _results(task: Callable[[str], T], files: Sequence[str], workers: int) -> Iterator[tuple[str, T]]:
+    if workers <= 1:
+        for file in files:
+            yield file, task(file)
+        return
+    threads = max(1, (os.cpu_count() or 1) // workers)
+    context = multiprocessing.get_context("spawn")  # a fork of a process that has used torch's threads may hang
+    with ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(threads,)) as pool:
+        waiting = list(reversed(files))
+        running: dict[Future[T], str] = {}
+        try:
+            while waiting or running:
+                while waiting and len(running) < workers:  # no more: after an error, what was submitted still runs
+                    file = waiting.pop()
+                    running[pool.submit(task, file)] = file
+                for future in wait(running, return_when=FIRST_COMPLETED).done:
+                    yield running.pop(future), future.result()
+        except BrokenProcessPool as error:
+            raise CheckpointError(
+                "a worker process was killed, perhaps for want of memory: use fewer --workers; "
+                "the same command continues"
+            ) from error
+
+
+def _start_worker(threads: int) -> None:
+    torch.set_num_threads(threads)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the parent decides
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)  # it was killed: nobody is left to hand a shard to

@@ -1,0 +1,99 @@
+"""Compare a converted checkpoint with its source."""
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from moe_int8.models.deepseek.checkpoint import Checkpoint, CheckpointError, projection_kind
+from moe_int8.models.deepseek.shards import for_each_shard, planned_tensors, read_weight
+from moe_int8.numerics import MIN_AMAX
+
+CARRIED = "carried over"
+
+# The largest right error of a weight, relative to the largest value of its row: half of a step (of 127), half of a
+# bf16 value's last place. The thousandth is for fp32 rounding of the scale and of the value before it is rounded.
+BOUNDS = {torch.int8: 0.5 / 127 * 1.001, torch.bfloat16: 2**-8 * 1.001}
+
+
+@dataclass(frozen=True)
+class Errors:
+    """The tensors of one kind: how many, the largest relative error, the largest that is right, where it occurs."""
+
+    tensors: int
+    largest: float
+    bound: float
+    worst: str
+
+    def __add__(self, other: "Errors") -> "Errors":
+        worse = max(self, other, key=lambda errors: errors.largest)
+        return Errors(self.tensors + other.tensors, worse.largest, worse.bound, worse.worst)
+
+
+def verify(folder: Path, result_folder: Path, workers: int = 1) -> dict[str, Errors]:
+    """Compare the checkpoint in `result_folder` with the one in `folder` that it was made from.
+
+    Returns:
+        the errors of each kind of tensor: "q_a_proj", "experts.gate_proj", ..., and "carried over" for those that
+        must be bit for bit as they were. Right is an error within its bound.
+
+    Raises:
+        CheckpointError: one of the two cannot be read, or they do not hold the same tensors.
+    """
+    source, result = Checkpoint(folder), Checkpoint(result_folder)
+    if source.format == "int8" or result.format not in ("int8", "bf16"):
+        raise CheckpointError(
+            f"{folder} is {source.format} and {result_folder} {result.format}: "
+            "give an FP8 or BF16 checkpoint, then the INT8 or BF16 one made from it"
+        )
+    planned = {name for file in source.files() for name in planned_tensors(source, file, result.format)}
+    for name in sorted(planned.symmetric_difference(result.names())):
+        has, lacks = (folder, result_folder) if name in planned else (result_folder, folder)
+        raise CheckpointError(f"{name} follows from {has} and is not in {lacks}: one was not made from the other")
+    errors: dict[str, Errors] = {}
+    for found in for_each_shard(partial(_verify_shard, source, result), source, source.files(), workers):
+        _add(errors, found)
+    return dict(sorted(errors.items()))
+
+
+def table(errors: dict[str, Errors]) -> str:
+    """The errors as lines of text, one kind a line."""
+    lines = [f"{'kind':<28}{'tensors':>9}{'largest error':>15}{'bound':>10}"]
+    lines += [f"{kind:<28}{e.tensors:>9}{e.largest:>15.6f}{e.bound:>10.6f}" for kind, e in errors.items()]
+    return "\n".join(lines)
+
+
+def _verify_shard(source: Checkpoint, result: Checkpoint, file: str) -> dict[str, Errors]:
+    errors: dict[str, Errors] = {}
+    for name, (dtype, shape) in planned_tensors(source, file, result.format).items():
+        if name not in source:  # the scale of an INT8 weight is read with the weight
+            continue
+        if (result.dtype(name), result.shape(name)) != (dtype, shape):
+            raise CheckpointError(
+                f"{result.folder / result.file_of(name)}: {name} is {result.dtype(name)} {list(result.shape(name))}, "
+                f"expected {dtype} {list(shape)}"
+            )
+        kind = CARRIED if source.dtype(name) is dtype else projection_kind(name) or "to bf16"
+        _add(errors, {kind: _error(source, result, name)})
+    source.close()
+    result.close()
+    return errors
+
+
+def _error(source: Checkpoint, result: Checkpoint, name: str) -> Errors:
+    weight, stored = read_weight(source, name), result.tensor(name)
+    if source.dtype(name) is stored.dtype:
+        return Errors(1, 0.0 if torch.equal(weight, stored) else math.inf, 0.0, name)
+    weight, value = weight.float(), stored.float()
+    if stored.dtype is torch.int8:
+        value *= result.tensor(f"{name}_scale").float().view(-1, 1)
+    amax = weight.abs().amax(dim=-1, keepdim=True).clamp_min(MIN_AMAX)
+    largest = ((value - weight).abs_() / amax).amax().item()
+    return Errors(1, math.inf if math.isnan(largest) else largest, BOUNDS[stored.dtype], name)
+
+
+def _add(errors: dict[str, Errors], found: dict[str, Errors]) -> None:
+    for kind, more in found.items():
+        errors[kind] = errors[kind] + more if kind in errors else more
