@@ -1,0 +1,66 @@
+"""How much memory a rank needs, known before any is taken."""
+
+from dataclasses import dataclass
+
+import torch
+
+from moe_int8.models.deepseek.cache import BLOCK_SIZE, LatentCache, blocks_for
+from moe_int8.models.deepseek.config import DeepseekConfig
+from moe_int8.models.deepseek.model import DeepseekModel
+from moe_int8.models.deepseek.precision import Precision
+from moe_int8.parallel import Group, Groups
+
+GB = 1e9
+
+
+def weight_bytes(config: DeepseekConfig, precision: Precision, tp_size: int) -> int:
+    """Bytes of one rank's parameters: the model itself is built without memory and measured."""
+    groups = Groups(tp=Group(rank=0, size=tp_size))
+    return DeepseekModel(config, precision, groups, "meta").weight_bytes()
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes on one rank."""
+
+    weights: int
+    cache: int
+    cache_per_token: int
+    free: int | None  # on the device before anything is loaded; None on a CPU
+
+    @classmethod
+    def of(
+        cls,
+        config: DeepseekConfig,
+        precision: Precision,
+        *,
+        tp_size: int,
+        max_batch: int,
+        max_model_len: int,
+        device: torch.device,
+    ) -> "MemoryPlan":
+        """The plan for `max_batch` sequences of up to `max_model_len` tokens."""
+        per_token = LatentCache.bytes_per_token(config, precision.dtype)
+        return cls(
+            weights=weight_bytes(config, precision, tp_size),
+            cache=max_batch * blocks_for(max_model_len) * BLOCK_SIZE * per_token,
+            cache_per_token=per_token,
+            free=torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None,
+        )
+
+    def __str__(self) -> str:
+        line = (
+            f"memory a rank: weights {self.weights / GB:.3f} GB, cache {self.cache / GB:.3f} GB "
+            f"({self.cache_per_token * 1000 / 1e6:.1f} MB per 1,000 tokens)"
+        )
+        if self.free is None:
+            return line
+        return f"{line}, left {(self.free - self.weights - self.cache) / GB:.3f} of {self.free / GB:.3f} GB"
+
+    def check(self) -> None:
+        """Raise ValueError if weights and cache do not fit, with what to lower."""
+        if self.free is not None and self.weights + self.cache > self.free:
+            raise ValueError(f"out of memory. {self}. {WHAT_TO_LOWER}")
+
+
+WHAT_TO_LOWER = "Lower --max-batch or --max-model-len, or use more GPUs (a larger --nproc-per-node or more nodes)"
