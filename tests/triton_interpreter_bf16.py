@@ -25,7 +25,9 @@ def install() -> None:
     def widen(handle):
         if handle.dtype.scalar != tl.bfloat16:
             return handle
-        return interpreter.TensorHandle(convert(handle.data, tl.bfloat16, tl.float32, None).view(np.float32), tl.float32)
+        return interpreter.TensorHandle(
+            convert(handle.data, tl.bfloat16, tl.float32, None).view(np.float32), tl.float32
+        )
 
     interpreter._convert_float = convert
     interpreter.InterpreterBuilder.create_dot = lambda self, a, b, d, precision, imprecise: dot(

@@ -1,0 +1,254 @@
+"""Generate text with a DeepSeek V2/V3/R1 checkpoint, on one process or, under torchrun, on many.
+
+Prompts come from --prompt (several times), from a file (--prompts-file: one a line, or JSON lines with "prompt"), or
+from a conversation (--chat). The checkpoint's generation_config.json gives the sampling defaults.
+
+Examples:
+  python scripts/generate.py --model R1-INT8 --prompt "The capital of France is"
+  torchrun --nproc-per-node 8 scripts/generate.py --model R1-INT8 --chat
+  torchrun --nnodes 2 --nproc-per-node 8 --node-rank 0 --master-addr 10.0.0.1 scripts/generate.py \\
+      --model R1-INT8 --prompts-file prompts.txt --json answers.json
+"""
+
+import argparse
+import json
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moe_int8.models.deepseek.generate import Completion, Generator, check_limits, check_prompts
+from moe_int8.models.deepseek.memory import WHAT_TO_LOWER, MemoryPlan
+from moe_int8.models.deepseek.sampling import SamplingParams
+from moe_int8.models.deepseek.text import Detokenizer, StopStrings, encode_chat, encode_prompt, load_tokenizer
+from moe_int8.models.deepseek.weights import load_model, open_model
+from moe_int8.parallel import Group, check_tp_size, init_groups, local_device, world_size
+from moe_int8.parallel.launch import ArgumentParser, first_rank, one_line_errors, versions
+
+DEFAULT_MAX_BATCH = 32
+CHAT_MODEL_LEN = 8192  # tokens of a whole conversation, unless --max-model-len says otherwise
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = ArgumentParser(__doc__)
+    add = parser.add_argument
+    add("--model", type=Path, required=True, help="folder of the checkpoint: INT8, BF16 or FP32 (convert FP8 first)")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--prompt", action="append", metavar="TEXT", help="a prompt; may be given several times")
+    source.add_argument(
+        "--prompts-file", type=Path, metavar="FILE", help="a prompt a line; .jsonl: with a key 'prompt'"
+    )
+    source.add_argument("--chat", action="store_true", help="a conversation: a message a line, an empty one ends it")
+    add("--as-chat", action="store_true", help="put each prompt through the chat template as a user's message")
+    add("--system", metavar="TEXT", help="system message of a chat")
+    add("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu", help="to run on")
+    add("--dtype", choices=["auto", "int8", "bf16", "fp32"], default="auto", help="of the weights; auto: as the files")
+    add("--accumulator", choices=["int32", "fp32"], default="int32", help="of the int8 GEMMs; int32 is exact")
+    add("--max-new-tokens", type=int, default=256, metavar="N", help="in each answer")
+    add("--max-model-len", type=int, metavar="N", help="tokens of prompt and answer; without it: what is needed")
+    add("--max-batch", type=int, metavar="N", help=f"sequences at a time; without it: all, up to {DEFAULT_MAX_BATCH}")
+    add("--prefill-chunk", type=int, default=2048, metavar="N", help="prompt tokens in one pass")
+    add("--temperature", type=float, metavar="T", help="0 is greedy; without it: as generation_config.json says, or 0")
+    add("--top-p", type=float, metavar="P", help="without it: as generation_config.json says, or 1")
+    add("--seed", type=int, default=0, metavar="N", help="of the random numbers")
+    add("--stop", action="append", metavar="TEXT", help="end an answer before this text; may be given several times")
+    add("--ignore-eos", action="store_true", help="go on after the model's end token")
+    add("--timeout", type=float, default=600, metavar="SECONDS", help="how long a rank waits for the others")
+    add("--json", type=Path, metavar="FILE", help="also write prompts, answers and speed here")
+    return parser.parse_args(argv)
+
+
+def read_prompts(args: argparse.Namespace) -> list[str]:
+    """The prompts of the command line.
+
+    Raises:
+        ValueError: the file has none, or a line of JSON without "prompt"; names the line.
+    """
+    if args.prompts_file is None:
+        return args.prompt
+    prompts = []
+    for number, line in enumerate(args.prompts_file.read_text(encoding="utf-8").splitlines(), start=1):
+        if args.prompts_file.suffix != ".jsonl":
+            prompts += [line] if line else []
+            continue
+        try:
+            prompts.append(str(json.loads(line)["prompt"]))
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(f'{args.prompts_file}, line {number}: expected {{"prompt": "..."}}') from None
+    if not prompts:
+        raise ValueError(f"{args.prompts_file} holds no prompts")
+    return prompts
+
+
+class Answers:
+    """The texts as they grow, on rank 0; `show` prints each piece at once, which suits a single prompt."""
+
+    def __init__(self, tokenizer: Any, stops: tuple[str, ...], count: int, show: bool) -> None:
+        self.streams = [(Detokenizer(tokenizer), StopStrings(stops)) for _ in range(count)]
+        self.texts = [""] * count
+        self.show = show
+
+    def watch(self, index: int, token: int) -> bool:
+        """Take a token; True once a stop string was seen."""
+        detokenizer, stops = self.streams[index]
+        self._grow(index, stops.add(detokenizer.add(token)))
+        return stops.stopped
+
+    def finish(self) -> list[str]:
+        """The whole texts."""
+        for index, (detokenizer, stops) in enumerate(self.streams):
+            self._grow(index, stops.add(detokenizer.flush()) + stops.flush())
+        return self.texts
+
+    def _grow(self, index: int, text: str) -> None:
+        self.texts[index] += text
+        if self.show:
+            print(text, end="", flush=True)
+
+
+@dataclass
+class Session:
+    """What stays the same from prompt to prompt. `tokenizer` is there on rank 0 only."""
+
+    generator: Generator
+    group: Group
+    params: SamplingParams
+    tokenizer: Any
+
+    def answer(self, prompts: list[list[int]], show: bool) -> tuple[list[str], list[Completion]]:
+        """Generate for token ids that all ranks hold; the texts are there on rank 0 only."""
+        first = self.group.rank == 0
+        answers = Answers(self.tokenizer, self.params.stop, len(prompts), show) if first else None
+        completions = self.generator.generate(
+            prompts, self.params, watch=answers.watch if answers else None, progress=first and sys.stderr.isatty()
+        )
+        return (answers.finish() if answers else []), completions
+
+    def chat(self, system: str | None) -> None:
+        """Read messages on rank 0 and answer them until an empty one."""
+        messages = [{"role": "system", "content": system}] if system else []
+        while True:
+            ids = None
+            if self.group.rank == 0:
+                text = read_message()
+                messages.append({"role": "user", "content": text})
+                ids = encode_chat(self.tokenizer, messages) if text else None
+            ids = self.group.broadcast_object(ids)
+            if ids is None:
+                return
+            texts, completions = self.answer([ids], show=True)
+            if texts:
+                print(cut_note(completions[0]))
+                messages.append({"role": "assistant", "content": texts[0]})
+
+
+def read_message() -> str:
+    """The user's next message; empty at the end of the input."""
+    try:
+        return input("> " if sys.stdin.isatty() else "").strip()
+    except EOFError:
+        return ""
+
+
+def cut_note(completion: Completion) -> str:
+    """What to print behind an answer that did not end by itself."""
+    return "" if completion.finish_reason == "stop" else f" [cut: {completion.finish_reason}]"
+
+
+def run(args: argparse.Namespace) -> None:
+    """Load and generate, as the command line says. Everything that can be checked before the ranks meet is."""
+    first = first_rank()
+
+    def say(line: str) -> None:
+        if first:
+            print(line, file=sys.stderr, flush=True)
+
+    if first:
+        say(versions())
+    files = open_model(args.model, dtype=args.dtype, accumulator=args.accumulator)
+    config = files.config
+    check_tp_size(world_size(), config.sharded_dimensions())
+    overrides = {name: getattr(args, name) for name in ("temperature", "top_p", "seed", "max_new_tokens")}
+    params = SamplingParams.from_generation_config(
+        args.model, **overrides, stop=tuple(args.stop or ()), ignore_eos=args.ignore_eos
+    )
+    tokenizer = load_tokenizer(args.model) if first else None
+    texts, prompts = [], []
+    if first and not args.chat:
+        texts = read_prompts(args)
+        system = [{"role": "system", "content": args.system}] if args.system else []
+        prompts = [
+            encode_chat(tokenizer, [*system, {"role": "user", "content": text}])
+            if args.as_chat
+            else encode_prompt(tokenizer, text)
+            for text in texts
+        ]
+    device = local_device(args.device)
+    groups = init_groups(device, args.timeout)
+    prompts = groups.tp.broadcast_object(prompts)
+
+    needed = CHAT_MODEL_LEN if args.chat else max(map(len, prompts)) + params.max_new_tokens
+    max_model_len = args.max_model_len or min(needed, config.max_position_embeddings)
+    max_batch = args.max_batch or min(max(len(prompts), 1), DEFAULT_MAX_BATCH)
+    check_limits(config, max_batch=max_batch, max_model_len=max_model_len, prefill_chunk=args.prefill_chunk)
+    check_prompts(config, prompts, max_model_len)
+    plan = MemoryPlan.of(
+        config,
+        files.precision,
+        tp_size=groups.tp.size,
+        max_batch=max_batch,
+        max_model_len=max_model_len,
+        device=device,
+    )
+    say(str(plan))
+    plan.check()
+    model = load_model(files, groups, device=device, say=say)
+    session = Session(Generator(model, max_batch, max_model_len, args.prefill_chunk), groups.tp, params, tokenizer)
+    if args.chat:
+        session.chat(args.system)
+    else:
+        answers, completions = session.answer(prompts, show=len(prompts) == 1)
+        if first:
+            report(args, texts, answers, completions, session.generator)
+    say(str(session.generator.speed))
+
+
+def report(
+    args: argparse.Namespace,
+    prompts: list[str],
+    answers: list[str],
+    completions: list[Completion],
+    generator: Generator,
+) -> None:
+    """Print the answers (a single one was streamed already) and write --json."""
+    if len(prompts) == 1:
+        print(cut_note(completions[0]))
+    else:
+        for index, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+            print(f"--- {index}: {prompt}\n{answer}{cut_note(completions[index])}")
+    if args.json:
+        rows = [
+            {
+                "prompt": prompt,
+                "text": answer,
+                "token_ids": completion.tokens,
+                "finish_reason": completion.finish_reason,
+            }
+            for prompt, answer, completion in zip(prompts, answers, completions, strict=True)
+        ]
+        args.json.write_text(json.dumps({"answers": rows, "speed": asdict(generator.speed)}, indent=2) + "\n")
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse(argv)
+    with one_line_errors():
+        try:
+            run(args)
+        except torch.OutOfMemoryError as error:
+            raise ValueError(f"out of memory: {str(error).splitlines()[0]} {WHAT_TO_LOWER}") from error
+
+
+if __name__ == "__main__":
+    main()

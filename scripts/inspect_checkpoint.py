@@ -1,0 +1,119 @@
+"""Say what a checkpoint folder is: its format, its sizes, the memory it takes on each GPU, and what to run next.
+
+Example:
+  python scripts/inspect_checkpoint.py DeepSeek-R1-INT8
+"""
+
+import argparse
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moe_int8.models.deepseek.cache import LatentCache
+from moe_int8.models.deepseek.checkpoint import Checkpoint
+from moe_int8.models.deepseek.config import DeepseekConfig
+from moe_int8.models.deepseek.memory import GB, weight_bytes
+from moe_int8.models.deepseek.precision import Precision
+from moe_int8.parallel import legal_tp_sizes
+from moe_int8.parallel.launch import ArgumentParser, first_rank, one_line_errors
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = ArgumentParser(__doc__)
+    parser.add_argument("model", type=Path, help="folder of the checkpoint")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything here")
+    return parser.parse_args(argv)
+
+
+@dataclass(frozen=True)
+class Form:
+    """One way to run the checkpoint: what is int8 in it."""
+
+    name: str
+    precision: Precision
+
+
+def forms_of(checkpoint: Checkpoint) -> list[Form]:
+    """How the checkpoint can be run: as it is, or (FP8) after conversion."""
+    bf16 = Form("BF16", Precision(torch.bfloat16, lambda name: False))
+    if checkpoint.format == "int8":
+        return [Form("INT8", Precision(torch.bfloat16, checkpoint.is_quantized)), bf16]
+    return [Form("INT8", Precision(torch.bfloat16, lambda name: True)), bf16]
+
+
+def next_step(checkpoint: Checkpoint, tp_size: int) -> str:
+    """The command that a user most likely wants now."""
+    folder = checkpoint.folder
+    if checkpoint.format != "int8":
+        return f"python scripts/convert.py {folder} {folder}-INT8"
+    return f'torchrun --nproc-per-node {tp_size} scripts/generate.py --model {folder} --prompt "Hello"'
+
+
+def inspect(folder: Path) -> dict[str, Any]:
+    """Everything there is to say, as it goes into --json."""
+    config = DeepseekConfig.from_folder(folder)
+    checkpoint = Checkpoint(folder)
+    sizes = legal_tp_sizes(config.sharded_dimensions())
+    return {
+        "folder": str(folder),
+        "format": checkpoint.format,
+        "architecture": config.architecture,
+        "files": len(checkpoint.files()),
+        "bytes": sum(checkpoint.path(file).stat().st_size for file in checkpoint.files()),
+        "tensors": len(checkpoint.names()),
+        "layers": config.num_hidden_layers,
+        "dense_layers": config.first_k_dense_replace,
+        "mtp_layers": config.num_nextn_predict_layers,
+        "hidden_size": config.hidden_size,
+        "attention_heads": config.num_attention_heads,
+        "experts": config.n_routed_experts,
+        "experts_per_token": config.num_experts_per_tok,
+        "vocab_size": config.vocab_size,
+        "context": config.max_position_embeddings,
+        "cache_bytes_per_token": LatentCache.bytes_per_token(config, torch.bfloat16),
+        "weight_bytes_per_rank": {
+            form.name: {tp: weight_bytes(config, form.precision, tp) for tp in sizes} for form in forms_of(checkpoint)
+        },
+        "next": next_step(checkpoint, sizes[-1] if sizes[-1] <= 8 else 8),
+    }
+
+
+def show(facts: dict[str, Any]) -> None:
+    """Print the facts for a person."""
+    print(
+        f"{facts['folder']}: {facts['architecture']}, {facts['format'].upper()}, "
+        f"{facts['bytes'] / GB:.3f} GB in {facts['files']} files, {facts['tensors']} tensors"
+    )
+    print(
+        f"{facts['layers']} layers ({facts['dense_layers']} dense, {facts['mtp_layers']} more for multi-token "
+        f"prediction), hidden {facts['hidden_size']}, {facts['attention_heads']} heads, {facts['experts']} experts "
+        f"({facts['experts_per_token']} a token), vocabulary {facts['vocab_size']}, context {facts['context']}"
+    )
+    if facts["format"] == "fp8":
+        print("FP8 weights do not run on cards before Hopper and Ada, and not here: convert them first.")
+    print("weights on each rank in GB (the cache comes on top: ", end="")
+    print(f"{facts['cache_bytes_per_token'] * 1000 / 1e6:.1f} MB per 1,000 tokens in BF16)")
+    names = list(facts["weight_bytes_per_rank"])
+    print("  TP " + "".join(f"{name:>10}" for name in names))
+    for tp in facts["weight_bytes_per_rank"][names[0]]:
+        cells = (facts["weight_bytes_per_rank"][name][tp] / GB for name in names)
+        print(f"  {tp:2d} " + "".join(f"{cell:10.3f}" for cell in cells))
+    print(f"next: {facts['next']}")
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse(argv)
+    if not first_rank():
+        return
+    with one_line_errors():
+        facts = inspect(args.model)
+        show(facts)
+        if args.json:
+            args.json.write_text(json.dumps(facts, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
