@@ -1,4 +1,4 @@
-"""Attention: two forms of one function, on a cache whose blocks lie anywhere and whose other entries may be anything."""
+"""Attention: two forms of one function, on a cache whose blocks lie anywhere and whose rest may hold anything."""
 
 import dataclasses
 

@@ -153,9 +153,10 @@ def test_int8_stays_within_the_noise_of_its_activations(quantized, accumulator):
 
     A row's values are rounded to multiples of amax / 127: an error uniform within half a step, of root mean square
     amax / 127 / sqrt(12), hence relative to the row amax / rms / 440. On average amax / rms is 2.4 to 2.7 for 32 to 96
-    Gaussian values and 3.7 to 5 for h = silu(gate) * up: with 4 for all of them, r = 4 / 440 = 0.9 %. A linear layer with random weights passes a relative error on unchanged, and errors of different layers are independent, so
-    they add in quadrature. On a token's way lie 6 quantized linears a layer (q_a, q_b, kv_a, o, gate_up, down), 12 in
-    all: r * sqrt(12) = 3.1 %. The residual stream dilutes what the branches add, which only helps; silu, the product
+    Gaussian values and 3.7 to 5 for h = silu(gate) * up: with 4 for all of them, r = 4 / 440 = 0.9 %. A linear layer
+    with random weights passes a relative error on unchanged, and errors of different layers are independent, so they
+    add in quadrature. On a token's way lie 6 quantized linears a layer (q_a, q_b, kv_a, o, gate_up, down), 12 in all:
+    r * sqrt(12) = 3.1 %. The residual stream dilutes what the branches add, which only helps; silu, the product
     gate * up (both noisy) and the softmax amplify, each by less than 2 while scores are of order one. Margin 2: 6 %.
     """
     folder, reference = quantized

@@ -163,15 +163,15 @@ def test_c15_the_bias_chooses_and_does_not_weigh():
 
 
 def test_v2_gates_use_softmax_and_the_best_of_a_group():
-    group_limited = DeepseekConfig.from_dict(
-        V2 | {"topk_method": "group_limited_greedy", "n_group": 2, "topk_group": 1, "n_routed_experts": 4,
-              "num_experts_per_tok": 2, "hidden_size": 4}
-    )  # fmt: skip
+    sizes = {"n_group": 2, "topk_group": 1, "n_routed_experts": 4, "num_experts_per_tok": 2, "hidden_size": 4}
+    group_limited, greedy = (
+        DeepseekConfig.from_dict(V2 | sizes | {"topk_method": method}) for method in ("group_limited_greedy", "greedy")
+    )
     logits = torch.tensor([[3.0, 0.0, 2.5, 2.5]])
     scores = logits.softmax(dim=-1)[0]
     for config, ids in (
         (group_limited, [0, 1]),  # group 0 holds the best expert; the sum of two would choose group 1
-        (dataclasses.replace(group_limited, topk_method="greedy"), [0, 2]),
+        (greedy, [0, 2]),
     ):
         gate = Gate(config)
         gate.weight.data = torch.eye(4)
@@ -205,7 +205,7 @@ def test_experts_float_keeps_the_dtype_of_x():
 
 
 def test_float_and_int8_experts_agree_within_the_rounding_of_activations():
-    """Two rounded inputs (x and h) of 64 and 32 values: 4 / 440 each (see test_model), in quadrature 1.3 %; margin 2."""
+    """Two rounded inputs, x and h: 4 / 440 each (see test_model.py), in quadrature 1.3 %; margin 2."""
     int8 = make_moe(CONFIG, int8=True)
     same = MoE(CONFIG, "model.layers.1.mlp", precision(), ONE)
     for name, parameter in same.named_parameters():

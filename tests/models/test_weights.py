@@ -148,9 +148,9 @@ def test_c49_a_config_that_promises_int8_without_scales_is_refused(folders):
 
 
 def test_unknown_arguments_are_refused(folders):
-    with pytest.raises(ValueError, match="dtype must be .* got 'int4'"):
+    with pytest.raises(ValueError, match=r"dtype must be .* got 'int4'"):
         open_model(folders / "int8", dtype="int4")
-    with pytest.raises(ValueError, match="accumulator must be .* got 'int64'"):
+    with pytest.raises(ValueError, match=r"accumulator must be .* got 'int64'"):
         open_model(folders / "int8", accumulator="int64")
 
 
