@@ -81,6 +81,11 @@ def test_the_ratio_of_the_mscales_enlarges_the_rotated_part():
     torch.testing.assert_close(cos**2 + sin**2, torch.ones(1, 4))  # both 1, as in V3
 
 
+def test_positions_near_the_end_of_the_context_are_exact():
+    cos, sin = RotaryEmbedding(64, RopeConfig()).angles(torch.tensor([163_839]))  # 163,840 in bf16
+    assert (cos[0, 0].item(), sin[0, 0].item()) == pytest.approx((math.cos(163_839), math.sin(163_839)), abs=1e-6)
+
+
 def test_angles_stay_fp32_whatever_the_model_is_cast_to():
     rotary = RotaryEmbedding(64, RopeConfig())
     expected = rotary.angles(torch.tensor([100_000]))

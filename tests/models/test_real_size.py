@@ -1,0 +1,79 @@
+"""One dense and one MoE layer of DeepSeek R1's true width, as rank 0 of 16, on a GPU against the CPU."""
+
+import pytest
+import torch
+
+from moe_int8.models.deepseek.cache import Batch, LatentCache
+from moe_int8.models.deepseek.config import DeepseekConfig
+from moe_int8.models.deepseek.memory import weight_bytes
+from moe_int8.models.deepseek.model import DeepseekModel
+from moe_int8.models.deepseek.precision import Precision
+from moe_int8.models.deepseek.random_weights import fill_randomly
+from moe_int8.parallel import Group, Groups
+
+R1_TWO_LAYERS = DeepseekConfig.from_dict(
+    {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "num_hidden_layers": 2,
+        "first_k_dense_replace": 1,
+        "vocab_size": 129280,
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "moe_intermediate_size": 2048,
+        "num_attention_heads": 128,
+        "n_shared_experts": 1,
+        "n_routed_experts": 256,
+        "num_experts_per_tok": 8,
+        "n_group": 8,
+        "topk_group": 4,
+        "routed_scaling_factor": 2.5,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "max_position_embeddings": 163840,
+    }
+)
+TOKENS = 48
+
+
+class Rank0of16(Group):
+    """Shards as one of 16 ranks, and adds up nothing."""
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("accumulator", ["int32", "fp32"])
+def test_layers_of_true_width_agree_with_the_cpu(accumulator):
+    """Integer products are equal bit for bit. What differs is the order of sums in router and attention, and exp: each
+    can move a bf16 rounding to its neighbor, 2^-8 of a value at most where it happens, and an int8 code by one, 1 / 127
+    of a row's largest value, far less often. Two roundings, of attention and feed-forward, bound the relative error of
+    a layer's output by 2 * 2^-8."""
+    groups = Groups(tp=Rank0of16(0, 16))
+    precision = Precision(torch.bfloat16, lambda name: True, accumulator)
+    models = {device: DeepseekModel(R1_TWO_LAYERS, precision, groups, device) for device in ("cuda", "cpu")}
+    fill_randomly(models["cuda"])
+    models["cpu"].load_state_dict(models["cuda"].state_dict())
+    assert models["cuda"].weight_bytes() == weight_bytes(R1_TWO_LAYERS, precision, 16)
+
+    x = torch.randn(TOKENS, R1_TWO_LAYERS.hidden_size).bfloat16()
+    for index, name in enumerate(("dense", "MoE")):
+        out = {}
+        for device, model in models.items():
+            batch = Batch(
+                positions=torch.arange(TOKENS, device=device),
+                slots=torch.arange(TOKENS, device=device),
+                block_table=torch.zeros(1, 1, dtype=torch.int64, device=device),
+                lengths=torch.tensor([TOKENS], device=device),
+                spans=[range(TOKENS)],
+            )
+            pool = LatentCache(R1_TWO_LAYERS, 1, torch.bfloat16, torch.device(device)).layer(index)
+            cos, sin = model.rotary.angles(batch.positions)
+            with torch.inference_mode():
+                partial, residual = model.layers[index](x.to(device), None, cos, sin, pool, batch)
+            out[device] = (partial.float() + residual.float()).cpu()
+        error = ((out["cuda"] - out["cpu"]).norm(dim=-1) / out["cpu"].norm(dim=-1)).max()
+        assert error < 2 * 2**-8, f"{name} layer: {error}"
