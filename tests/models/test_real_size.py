@@ -56,9 +56,9 @@ def test_layers_of_true_width_agree_with_the_cpu(accumulator):
     """Attention and feed-forward of a dense and a MoE layer, each from the same input on both devices.
 
     Integer products are equal bit for bit, norms nearly always. Feed-forward differs by exp alone, whose last bits
-    seldom move a bf16 rounding or a code: less than half a bf16 step, 2^-8. Attention sums in another order, so most of
-    its outputs may differ by a bf16 step of 2^-8 of themselves; before o_proj that flips codes, of those near a boundary
-    and by one, which is at most the noise of rounding itself, ROUNDING. Margin 2.
+    seldom move a bf16 rounding or a code: less than half a bf16 step, 2^-8. Attention sums in another order, so most
+    of its outputs may differ by a bf16 step, 2^-8 of themselves; before o_proj that flips codes near a boundary by
+    one, which is at most the noise of rounding itself, ROUNDING. Margin 2.
     """
     groups = Groups(tp=Rank0of16(0, 16))
     precision = Precision(torch.bfloat16, lambda name: True, accumulator)
