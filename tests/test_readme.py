@@ -1,6 +1,8 @@
 """What the README claims is computed here again, and what it shows is run."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import torch
@@ -73,3 +75,7 @@ def test_c81_the_tested_versions_are_the_pinned_ones():
     pins = (ROOT / "constraints.txt").read_text()
     for name, version in re.findall(r"(torch|Triton) (\d+\.\d+\.\d+)", README.split("## Tested versions")[1])[:2]:
         assert f"{name.lower()}=={version}" in pins
+
+
+def test_the_measured_tables_are_those_of_the_result_files():
+    subprocess.run([sys.executable, ROOT / "scripts" / "readme_tables.py", "--check"], check=True, timeout=60)
