@@ -2,6 +2,7 @@
 
 import torch
 
+from moe_int8.custom_op import custom_op
 from moe_int8.dispatch import use_triton
 from moe_int8.quantize import check_rows, quantize_per_token_ref
 
@@ -69,7 +70,7 @@ def _check_gate_up(gate_up: torch.Tensor) -> None:
         raise ValueError(f"gate_up must have rows of an even width, gate then up, got shape {list(gate_up.shape)}")
 
 
-@torch.library.custom_op("moe_int8::silu_and_mul", mutates_args=())
+@custom_op("silu_and_mul")
 def _silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     if use_triton(gate_up):
         from moe_int8.kernels.silu_mul_quantize import launch_silu_and_mul
@@ -84,7 +85,7 @@ def _(gate_up: torch.Tensor) -> torch.Tensor:
     return gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2))
 
 
-@torch.library.custom_op("moe_int8::silu_and_mul_quantize", mutates_args=())
+@custom_op("silu_and_mul_quantize")
 def _silu_and_mul_quantize(gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     if use_triton(gate_up):
         from moe_int8.kernels.silu_mul_quantize import launch_silu_and_mul_quantize

@@ -3,6 +3,7 @@
 import torch
 
 from moe_int8.check import check_accumulator, check_tensor
+from moe_int8.custom_op import custom_op
 from moe_int8.dispatch import use_triton
 from moe_int8.numerics import ACTIVATION_DTYPES, FP32_ACCUMULATE_EVERY, INT32_MAX_K
 from moe_int8.quantize import quantize_per_token
@@ -142,7 +143,7 @@ def check_out_dtype(out_dtype: torch.dtype) -> None:
         raise ValueError(f"out_dtype must be one of {', '.join(map(str, ACTIVATION_DTYPES))}, got {out_dtype}")
 
 
-@torch.library.custom_op("moe_int8::int8_scaled_mm", mutates_args=())
+@custom_op("int8_scaled_mm")
 def _int8_scaled_mm(
     q: torch.Tensor,
     weight: torch.Tensor,

@@ -7,6 +7,7 @@ import torch
 
 from moe_int8.activation import swiglu
 from moe_int8.check import check_accumulator, check_tensor
+from moe_int8.custom_op import custom_op
 from moe_int8.dense import check_out_dtype, check_sum_fits, flat_scale, int8_matmul_cpu, int8_scaled_mm_ref
 from moe_int8.dispatch import use_triton
 from moe_int8.quantize import check_rows, quantize_per_token, quantize_per_token_ref
@@ -153,7 +154,7 @@ class _Experts(NamedTuple):
     expert_map: torch.Tensor | None
 
 
-@torch.library.custom_op("moe_int8::fused_moe", mutates_args=())
+@custom_op("fused_moe")
 def _fused_moe(
     x: torch.Tensor,
     x_scale: torch.Tensor | None,
@@ -180,7 +181,7 @@ def _(x: torch.Tensor, *rest: Any) -> torch.Tensor:
     return torch.empty(x.shape, dtype=out_dtype, device=x.device)
 
 
-@torch.library.custom_op("moe_int8::fused_moe_out", mutates_args=("out",))
+@custom_op("fused_moe_out", mutates_args=("out",))
 def _fused_moe_out(
     x: torch.Tensor,
     x_scale: torch.Tensor | None,

@@ -12,6 +12,7 @@ from typing import overload
 import torch
 
 from moe_int8.check import check_tensor
+from moe_int8.custom_op import custom_op
 from moe_int8.dispatch import use_triton
 from moe_int8.numerics import ACTIVATION_DTYPES
 from moe_int8.quantize import check_rows, quantize_per_token_ref
@@ -95,7 +96,7 @@ def _check(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None)
         check_tensor("residual", residual, x.shape, x.dtype, device=x.device)
 
 
-@torch.library.custom_op("moe_int8::rms_norm", mutates_args=())
+@custom_op("rms_norm")
 def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None) -> list[torch.Tensor]:
     if use_triton(x):
         from moe_int8.kernels.rms_norm import launch_rms_norm
@@ -110,7 +111,7 @@ def _(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor 
     return [x.new_empty(x.shape) for _ in range(1 if residual is None else 2)]
 
 
-@torch.library.custom_op("moe_int8::rms_norm_quantize", mutates_args=())
+@custom_op("rms_norm_quantize")
 def _rms_norm_quantize(
     x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None
 ) -> list[torch.Tensor]:

@@ -11,6 +11,7 @@ zero codes and a finite scale; a row that holds NaN or Inf has zero codes and a 
 import torch
 
 from moe_int8.check import check_tensor
+from moe_int8.custom_op import custom_op
 from moe_int8.dispatch import use_triton
 from moe_int8.numerics import ACTIVATION_DTYPES, CODE_MAX, MIN_AMAX, STEP
 
@@ -91,7 +92,7 @@ def dequantize(q: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.
     return q.float().mul_(scale.reshape(*q.shape[:-1], 1)).to(dtype)
 
 
-@torch.library.custom_op("moe_int8::quantize_per_token", mutates_args=())
+@custom_op("quantize_per_token")
 def _quantize_per_token(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     if use_triton(x):
         from moe_int8.kernels.quantize import launch_quantize_per_token

@@ -10,6 +10,7 @@ weights = score[ids], divided by (their sum in slot order + 1e-20) if `renormali
 import torch
 
 from moe_int8.check import check_tensor
+from moe_int8.custom_op import custom_op
 from moe_int8.dispatch import use_triton
 
 SCORINGS = ("sigmoid", "softmax")
@@ -128,7 +129,7 @@ def _best(scores: torch.Tensor, k: int) -> torch.Tensor:
     return scores.sort(dim=-1, descending=True, stable=True).indices[..., :k]
 
 
-@torch.library.custom_op("moe_int8::grouped_topk", mutates_args=())
+@custom_op("grouped_topk")
 def _grouped_topk(
     logits: torch.Tensor,
     bias: torch.Tensor | None,

@@ -23,7 +23,7 @@ BELOW = {
     "kernels": {"basics"},
     "basics": set(),
 }
-BASICS = {"moe_int8.numerics", "moe_int8.check", "moe_int8.dispatch", "moe_int8.tuning"}
+BASICS = {"moe_int8.custom_op", "moe_int8.numerics", "moe_int8.check", "moe_int8.dispatch", "moe_int8.tuning"}
 FIRST_NAMES = {"kernels", "quantization", "integrations", "models", "parallel", "serving", "evals"}
 THIRD_PARTY = {
     "kernels": {"torch", "triton"},
