@@ -26,30 +26,11 @@ from moe_int8.models.deepseek.config import DeepseekConfig
 from moe_int8.models.deepseek.memory import weight_bytes
 from moe_int8.models.deepseek.model import DeepseekModel
 from moe_int8.models.deepseek.precision import Precision
+from moe_int8.models.deepseek.published import R1
 from moe_int8.models.deepseek.random_weights import fill_randomly
 from moe_int8.parallel import Group, Groups, init_groups, local_device, world_size
 from moe_int8.parallel.launch import ArgumentParser, first_rank, one_line_errors
 
-R1 = {
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "vocab_size": 129280,
-    "hidden_size": 7168,
-    "intermediate_size": 18432,
-    "moe_intermediate_size": 2048,
-    "num_attention_heads": 128,
-    "n_shared_experts": 1,
-    "n_routed_experts": 256,
-    "num_experts_per_tok": 8,
-    "n_group": 8,
-    "topk_group": 4,
-    "routed_scaling_factor": 2.5,
-    "q_lora_rank": 1536,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "max_position_embeddings": 163840,
-}
 VARIANTS = {"int8_int32": (True, "int32"), "int8_fp32": (True, "fp32"), "bf16": (False, "int32")}
 
 

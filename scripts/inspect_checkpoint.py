@@ -28,6 +28,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+GPUS_OF_A_NODE = 8
+
+
 @dataclass(frozen=True)
 class Form:
     """One way to run the checkpoint: what is int8 in it."""
@@ -77,7 +80,7 @@ def inspect(folder: Path) -> dict[str, Any]:
         "weight_bytes_per_rank": {
             form.name: {tp: weight_bytes(config, form.precision, tp) for tp in sizes} for form in forms_of(checkpoint)
         },
-        "next": next_step(checkpoint, sizes[-1] if sizes[-1] <= 8 else 8),
+        "next": next_step(checkpoint, max(size for size in sizes if size <= GPUS_OF_A_NODE)),
     }
 
 

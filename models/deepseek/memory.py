@@ -1,6 +1,8 @@
 """How much memory a rank needs, known before any is taken."""
 
+import os
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -26,7 +28,7 @@ class MemoryPlan:
     weights: int
     cache: int
     cache_per_token: int
-    free: int | None  # on the device before anything is loaded; None on a CPU
+    free: int  # on the device, or on the machine for this rank, before anything is loaded
 
     @classmethod
     def of(
@@ -45,7 +47,7 @@ class MemoryPlan:
             weights=weight_bytes(config, precision, tp_size),
             cache=max_batch * blocks_for(max_model_len) * BLOCK_SIZE * per_token,
             cache_per_token=per_token,
-            free=torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None,
+            free=free_bytes(device),
         )
 
     def __str__(self) -> str:
@@ -53,14 +55,21 @@ class MemoryPlan:
             f"memory a rank: weights {self.weights / GB:.3f} GB, cache {self.cache / GB:.3f} GB "
             f"({self.cache_per_token * 1000 / 1e6:.1f} MB per 1,000 tokens)"
         )
-        if self.free is None:
-            return line
         return f"{line}, left {(self.free - self.weights - self.cache) / GB:.3f} of {self.free / GB:.3f} GB"
 
     def check(self) -> None:
         """Raise ValueError if weights and cache do not fit, with what to lower."""
-        if self.free is not None and self.weights + self.cache > self.free:
+        if self.weights + self.cache > self.free:
             raise ValueError(f"out of memory. {self}. {WHAT_TO_LOWER}")
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes that this rank can take on its device; on a CPU its share of what the kernel says is available."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
+    available = int(fields["MemAvailable"].split()[0]) * 1024
+    return available // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 WHAT_TO_LOWER = "Lower --max-batch or --max-model-len, or use more GPUs (a larger --nproc-per-node or more nodes)"

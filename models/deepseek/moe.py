@@ -46,7 +46,16 @@ class Gate(KeepsFloat32):
             self.float32 = ("weight", "e_score_correction_bias")
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """x [M, hidden] -> topk_weights fp32 [M, topk], topk_ids int32 [M, topk], the same on every rank."""
+        """x [M, hidden] -> topk_weights fp32 [M, topk], topk_ids int32 [M, topk], the same on every rank.
+
+        Raises:
+            ValueError: this process rounds fp32 products to TF32, which sends tokens to the wrong experts.
+        """
+        if x.is_cuda and torch.get_float32_matmul_precision() != "highest":
+            raise ValueError(
+                f"torch's float32_matmul_precision is {torch.get_float32_matmul_precision()!r}, and the router needs "
+                "'highest': call torch.set_float32_matmul_precision('highest')"
+            )
         config = self.config
         return grouped_topk(
             F.linear(x.float(), self.weight),
@@ -89,6 +98,11 @@ class Experts(KeepsFloat32):
         E, hidden, inter = config.n_routed_experts, config.hidden_size, self.own.stop - self.own.start
         self.parts = {GATE: slice(0, inter), UP: slice(inter, 2 * inter)}
         dtype = torch.int8 if form.int8 else form.dtype
+        if not form.int8 and (inter * dtype.itemsize % 16 or hidden * dtype.itemsize % 16):
+            raise ValueError(
+                f"experts in {str(dtype).removeprefix('torch.')} need rows of a multiple of 16 bytes: hidden_size is "
+                f"{hidden} and moe_intermediate_size a rank {inter}; use int8, or fewer ranks"
+            )
         self.w13 = nn.Parameter(torch.empty(E, 2 * inter, hidden, dtype=dtype), requires_grad=False)
         self.w2 = nn.Parameter(torch.empty(E, hidden, inter, dtype=dtype), requires_grad=False)
         if form.int8:

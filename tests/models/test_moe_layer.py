@@ -8,9 +8,9 @@ from torch import nn
 from moe_int8.activation import silu_and_mul
 from moe_int8.models.deepseek.config import DeepseekConfig
 from moe_int8.models.deepseek.model import DeepseekModel
-from moe_int8.models.deepseek.moe import MLP, Gate, MoE, experts_float
+from moe_int8.models.deepseek.moe import MLP, Experts, Gate, MoE, experts_float
 from moe_int8.models.deepseek.precision import Precision
-from moe_int8.parallel import Group, Groups
+from moe_int8.parallel import Group, Groups, WeightFormat
 from moe_int8.quantize import quantize_per_channel
 
 CONFIG = DeepseekConfig.from_dict(V3)
@@ -246,3 +246,32 @@ def test_mlp_is_down_of_silu_gate_times_up():
     mlp.gate_up_proj.weight.data = torch.tensor([[1.0], [100.0]])  # gate, then up
     mlp.down_proj.weight.data = torch.tensor([[2.0]])
     assert mlp(torch.ones(1, 1)).item() == pytest.approx(2 * 73.1059, rel=1e-5)
+
+
+def test_the_accumulator_reaches_the_experts(monkeypatch):
+    asked = []
+    monkeypatch.setattr("moe_int8.models.deepseek.moe.fused_moe", lambda *_, accumulator: asked.append(accumulator))
+    for accumulator in ("int32", "fp32"):
+        experts = Experts(DeepseekConfig.from_dict(V3), WeightFormat(torch.float32, True, accumulator), Group())
+        experts(torch.zeros(1, 2), torch.zeros(1, 1), torch.zeros(1, 1))
+    assert asked == ["int32", "fp32"]
+
+
+def test_float_experts_whose_rows_torch_cannot_multiply_are_refused():
+    config = DeepseekConfig.from_dict(V3 | {"moe_intermediate_size": 24})
+    bf16 = WeightFormat(torch.bfloat16)
+    Experts(config, bf16, Group())  # 48 bytes
+    with pytest.raises(ValueError, match="moe_intermediate_size a rank 12; use int8, or fewer ranks"):
+        Experts(config, bf16, Group(0, 2))
+
+
+def test_a_correction_bias_of_another_shape_is_refused():
+    class One:
+        shape = (1,)
+
+        def read_float(self, *_: object) -> torch.Tensor:
+            return torch.zeros(1)
+
+    gate = small_gate([[0.0], [1.0], [2.0], [3.0]], [0.0] * 4)
+    with pytest.raises(ValueError, match=r"shape \[1\], the model needs \[4\]"):
+        gate.load_bias(One())
