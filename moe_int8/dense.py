@@ -67,7 +67,7 @@ def int8_scaled_mm(
         weight_scale: [N, 1] or [N] fp32, one for each output channel.
         bias: [N] bf16, fp16 or fp32, or None.
         out_dtype: bf16, fp16 or fp32.
-        accumulator: "int32": exact; K is at most 133,144 (codes in -127..127). "fp32": one exact int32 dot for each 128
+        accumulator: "int32": exact; K is at most 133,144 (132,104 if a weight holds -128, unchecked). "fp32": one exact int32 dot for each 128
             of K, converted to fp32 and added in order.
 
     Returns:
@@ -181,6 +181,13 @@ def _(
 
 
 def _int_mm(q: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    if q.shape[1] == 1:  # torch._int_mm (seen with 2.13) returns garbage for a single K
+    """torch._int_mm, which (seen with 2.13) reads other memory for a single K and for rows that overlap or repeat."""
+    if q.shape[1] == 1:
         return q.int() * weight.int().T
-    return torch._int_mm(q, weight.T)
+    return torch._int_mm(_with_plain_rows(q), _with_plain_rows(weight).T)
+
+
+def _with_plain_rows(x: torch.Tensor) -> torch.Tensor:
+    """x, copied where its rows overlap or repeat; a single row's stride is anything, and `contiguous` believes it."""
+    plain = x.shape[0] > 1 and x.stride(0) >= x.shape[1]
+    return x if plain else x.clone(memory_format=torch.contiguous_format)

@@ -34,7 +34,7 @@ def quantize_per_token_ref(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
     amax = x.abs().amax(dim=-1, keepdim=True).clamp_min(MIN_AMAX)  # NaN stays NaN
     factor = torch.full_like(amax, CODE_MAX) / amax  # CODE_MAX / amax would round twice: a reciprocal, then a product
     q = torch.where(amax.isfinite(), torch.round(x * factor), 0.0)
-    return q.to(torch.int8), amax * STEP
+    return q.to(torch.int8, memory_format=torch.contiguous_format), amax * STEP
 
 
 def quantize_per_token(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

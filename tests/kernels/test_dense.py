@@ -218,3 +218,17 @@ def test_a_sum_that_might_not_fit_int32_is_refused():
     q, ones = torch.zeros(1, 133145, dtype=torch.int8), torch.ones(1)
     with pytest.raises(ValueError, match=r"K must be at most 133144 .* got 133145; use 'fp32'"):
         int8_scaled_mm(q, q, ones, ones, out_dtype=torch.float32)
+
+
+@pytest.mark.parametrize("K", [1, 5, 64, 128])
+@pytest.mark.parametrize("operand", ["q", "weight"])
+def test_rows_that_overlap_or_repeat_are_read_as_they_are(operand, K, device):
+    """Expanded rows (stride 0), overlapping rows (stride 1), a single row of any stride: all are legal views."""
+    codes = torch.randint(-127, 128, (K + 8,), dtype=torch.int8, device=device)
+    plain = torch.randint(-127, 128, (6, K), dtype=torch.int8, device=device)
+    for rows, stride in ((5, 0), (5, 1), (1, 0), (1, 1), (1, 3)):
+        view = codes.as_strided((rows, K), (stride, 1))
+        q, weight = (view, plain) if operand == "q" else (plain, view)
+        scale, weight_scale = torch.ones(len(q), device=device), torch.ones(len(weight), device=device)
+        y = int8_scaled_mm(q, weight, scale, weight_scale, out_dtype=torch.float32)
+        assert torch.equal(y, (q.double() @ weight.double().T).float())

@@ -187,3 +187,8 @@ def test_wrong_weight_and_scale_are_named():
 def test_operator_is_registered_right(rows, device):
     x = torch.randn(3, 40, dtype=torch.bfloat16, device=device)
     torch.library.opcheck(torch.ops.moe_int8.quantize_per_token.default, (x if rows == "contiguous" else x[:, :32],))
+
+
+def test_codes_of_overlapping_rows_are_contiguous(device):
+    x = torch.randn(72, device=device).as_strided((5, 64), (1, 1))
+    assert quantize_per_token(x)[0].is_contiguous()
