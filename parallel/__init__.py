@@ -1,6 +1,6 @@
 """Process groups and the layers that are split over them."""
 
-from moe_int8.parallel.groups import Group, Groups, close_groups, init_groups, local_device, world_size
+from moe_int8.parallel.groups import Group, Groups, close_groups, init_groups, local_device
 from moe_int8.parallel.linear import (
     ColumnParallelLinear,
     Linear,
@@ -9,14 +9,17 @@ from moe_int8.parallel.linear import (
     WeightFormat,
     WeightSource,
 )
+from moe_int8.parallel.meeting import JOIN_TIMEOUT, MeetingError, meet, wait_for_first, world_size
 from moe_int8.parallel.sharding import check_tp_size, legal_tp_sizes, shard
 from moe_int8.parallel.vocabulary import VocabularyParallelEmbedding, VocabularyParallelHead
 
 __all__ = [
+    "JOIN_TIMEOUT",
     "ColumnParallelLinear",
     "Group",
     "Groups",
     "Linear",
+    "MeetingError",
     "MergedColumnParallelLinear",
     "RowParallelLinear",
     "VocabularyParallelEmbedding",
@@ -28,6 +31,8 @@ __all__ = [
     "init_groups",
     "legal_tp_sizes",
     "local_device",
+    "meet",
     "shard",
+    "wait_for_first",
     "world_size",
 ]

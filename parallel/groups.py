@@ -1,12 +1,18 @@
 """Process groups: who works together on one model. Built once, passed to every layer that communicates."""
 
 import os
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from moe_int8.parallel.meeting import agree, current_meeting, interface_hint, local_rank, meet, part, world_size
+from moe_int8.parallel.watch import print_at_once
 
 
 @dataclass(frozen=True)
@@ -63,28 +69,59 @@ class Groups:
     dp: Group = Group()
 
 
-def world_size() -> int:
-    """How many ranks this torchrun has; 1 without it. Known before they have met."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def init_groups(device: torch.device, timeout_seconds: float = 600.0) -> Groups:
+def init_groups(
+    device: torch.device, timeout_seconds: float = 600.0, settings: Mapping[str, object] | None = None
+) -> Groups:
     """Join the other ranks of this torchrun (NCCL on GPUs, gloo on CPUs); alone without torchrun.
 
-    All ranks form one tensor-parallel group.
+    All ranks form one tensor-parallel group. From here on the failure of one ends all.
 
     Args:
         device: this rank's device, from `local_device`.
-        timeout_seconds: how long a rank waits for the others, at start and in each collective.
+        timeout_seconds: how long a rank waits for the others, until they are ready and in each collective.
+        settings: what must be the same on all ranks, by the name that a user knows it by.
+
+    Raises:
+        MeetingError: ranks are missing, have failed before they came here, or have other settings.
     """
     if world_size() == 1:
         return Groups()
-    dist.init_process_group(
-        backend="nccl" if device.type == "cuda" else "gloo",
-        timeout=timedelta(seconds=timeout_seconds),
-        device_id=device if device.type == "cuda" else None,
-    )
+    meet()
+    agree(settings or {}, timeout_seconds)
+    meeting = current_meeting()
+    assert meeting is not None
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    with _connecting(backend):
+        dist.init_process_group(
+            backend=backend,
+            store=meeting.store,
+            rank=meeting.rank,
+            world_size=world_size(),
+            timeout=timedelta(seconds=timeout_seconds),
+            device_id=device if device.type == "cuda" else None,
+        )
     return Groups(tp=Group(dist.get_rank(), world_size(), dist.group.WORLD))
+
+
+@contextmanager
+def _connecting(backend: str) -> Iterator[None]:
+    """End this process if connecting takes longer than the join timeout: over a wrong interface it never ends."""
+    meeting = current_meeting()
+    assert meeting is not None
+
+    def give_up() -> None:
+        message = f"{backend} has not connected the ranks within {meeting.join_timeout:g} s; {interface_hint()}"
+        print_at_once(f"error [rank {meeting.rank}]: {message}")
+        meeting.watch.tell(message)
+        os._exit(1)
+
+    timer = threading.Timer(meeting.join_timeout, give_up)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def local_device(kind: str) -> torch.device:
@@ -101,12 +138,17 @@ def local_device(kind: str) -> torch.device:
         raise ValueError(
             f"{ranks} ranks on this node need a GPU each and it has {count}; lower --nproc-per-node or use --device cpu"
         )
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    device = torch.device("cuda", local_rank())
     torch.cuda.set_device(device)
     return device
 
 
-def close_groups() -> None:
-    """Leave the other ranks, if there are any."""
+def close_groups(timeout_seconds: float = 600.0) -> None:
+    """Leave the other ranks, if there are any, when all of them do.
+
+    Raises:
+        TimeoutError: some have not come here `timeout_seconds` after this rank.
+    """
     if dist.is_initialized():
         dist.destroy_process_group()
+    part(timeout_seconds)

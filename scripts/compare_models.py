@@ -15,11 +15,14 @@ import torch
 from tqdm import tqdm
 
 from moe_int8.models.deepseek.agreement import Agreement
+from moe_int8.models.deepseek.fingerprint import fingerprint
 from moe_int8.models.deepseek.generate import Generator
 from moe_int8.models.deepseek.text import encode_prompt, load_tokenizer
 from moe_int8.models.deepseek.weights import load_model, open_model
 from moe_int8.parallel import check_tp_size, init_groups, local_device, world_size
-from moe_int8.parallel.launch import ArgumentParser, first_rank, one_line_errors
+from moe_int8.parallel.launch import ArgumentParser, first_rank, one_line_errors, options, packages
+
+MOST = 10**6  # texts, and tokens of a text
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -45,7 +48,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--sequences", type=int, default=8, metavar="N", help="texts to compare on")
     add("--length", type=int, default=128, metavar="N", help="tokens in each")
     add("--seed", type=int, default=0, help="of the random tokens")
-    add("--verdict", metavar="NAME", help="end with a line 'NAME: ok' or 'NAME: failed' and exit 1 if it failed")
+    add("--verdict", metavar="NAME", help="end with a line 'NAME: ok' or 'NAME: failed'; a failure exits with 1 anyway")
     add("--min-top1", type=float, default=0.0, metavar="X", help="ok needs this share of equal top-1 tokens")
     add(
         "--max-kl",
@@ -55,7 +58,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="ok needs a mean KL divergence of at most X nats",
     )
     add("--json", type=Path, metavar="FILE", help="also write the figures here")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    for name in ("sequences", "length"):
+        if not 1 <= getattr(args, name) <= MOST:
+            parser.error(f"--{name} must be from 1 to {MOST}, got {getattr(args, name)}")
+    return args
 
 
 def token_ids(args: argparse.Namespace, vocab_size: int) -> list[list[int]]:
@@ -83,7 +90,10 @@ def run(args: argparse.Namespace) -> bool:
     check_tp_size(world_size(), files[0].config.sharded_dimensions())
     rows = token_ids(args, files[0].config.vocab_size)
     device = local_device(args.device)
-    groups = init_groups(device)
+    settings = options(args, but=("reference", "candidate", "text", "json")) | packages() | {"tokens": rows}
+    for role, each in zip(("reference", "candidate"), files, strict=True):
+        settings |= {f"{role} {name}": value for name, value in fingerprint(each).items()}
+    groups = init_groups(device, settings=settings)
     models = [load_model(each, groups, device=device, say=say) for each in files]
     generators = [Generator(model, max_batch=1, max_model_len=args.length) for model in models]
     agreement = Agreement()
@@ -117,7 +127,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
     with one_line_errors():
         ok = run(args)
-    if args.verdict and not ok:
+    if not ok:
         sys.exit(1)
 
 

@@ -19,13 +19,31 @@ from typing import Any
 
 import torch
 
+from moe_int8.models.deepseek.fingerprint import fingerprint
 from moe_int8.models.deepseek.generate import Completion, Generator, check_limits, check_prompts
 from moe_int8.models.deepseek.memory import WHAT_TO_LOWER, MemoryPlan
 from moe_int8.models.deepseek.sampling import SamplingParams
-from moe_int8.models.deepseek.text import Detokenizer, StopStrings, encode_chat, encode_prompt, load_tokenizer
+from moe_int8.models.deepseek.text import (
+    Detokenizer,
+    StopStrings,
+    encode_chat,
+    encode_prompt,
+    load_tokenizer,
+    read_prompts,
+)
 from moe_int8.models.deepseek.weights import load_model, open_model
-from moe_int8.parallel import Group, check_tp_size, init_groups, local_device, world_size
-from moe_int8.parallel.launch import ArgumentParser, first_rank, one_line_errors, versions
+from moe_int8.parallel import (
+    JOIN_TIMEOUT,
+    Group,
+    check_tp_size,
+    close_groups,
+    init_groups,
+    local_device,
+    meet,
+    wait_for_first,
+    world_size,
+)
+from moe_int8.parallel.launch import ArgumentParser, first_rank, one_line_errors, options, packages, versions
 
 DEFAULT_MAX_BATCH = 32
 CHAT_MODEL_LEN = 8192  # tokens of a whole conversation, unless --max-model-len says otherwise
@@ -55,31 +73,17 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--seed", type=int, default=0, metavar="N", help="of the random numbers")
     add("--stop", action="append", metavar="TEXT", help="end an answer before this text; may be given several times")
     add("--ignore-eos", action="store_true", help="go on after the model's end token")
-    add("--timeout", type=float, default=600, metavar="SECONDS", help="how long a rank waits for the others")
+    add("--timeout", type=float, default=600, metavar="SECONDS", help="how long a rank waits for another")
+    add("--join-timeout", type=float, default=JOIN_TIMEOUT, metavar="SECONDS", help="how long ranks may take to meet")
     add("--json", type=Path, metavar="FILE", help="also write prompts, answers and speed here")
-    return parser.parse_args(argv)
-
-
-def read_prompts(args: argparse.Namespace) -> list[str]:
-    """The prompts of the command line.
-
-    Raises:
-        ValueError: the file has none, or a line of JSON without "prompt"; names the line.
-    """
-    if args.prompts_file is None:
-        return args.prompt
-    prompts = []
-    for number, line in enumerate(args.prompts_file.read_text(encoding="utf-8").splitlines(), start=1):
-        if args.prompts_file.suffix != ".jsonl":
-            prompts += [line] if line else []
-            continue
-        try:
-            prompts.append(str(json.loads(line)["prompt"]))
-        except (ValueError, KeyError, TypeError):
-            raise ValueError(f'{args.prompts_file}, line {number}: expected {{"prompt": "..."}}') from None
-    if not prompts:
-        raise ValueError(f"{args.prompts_file} holds no prompts")
-    return prompts
+    args = parser.parse_args(argv)
+    if args.system and not (args.chat or args.as_chat):
+        parser.error("--system needs --chat or --as-chat")
+    if args.json and args.chat:
+        parser.error("--json does not go with --chat")
+    if args.json and (args.json.is_dir() or not args.json.parent.is_dir()):
+        parser.error(f"--json {args.json} cannot be written: its folder is missing, or it is one")
+    return args
 
 
 class Answers:
@@ -135,6 +139,7 @@ class Session:
                 text = read_message()
                 messages.append({"role": "user", "content": text})
                 ids = encode_chat(self.tokenizer, messages) if text else None
+            wait_for_first()  # a user may think for longer than a collective waits
             ids = self.group.broadcast_object(ids)
             if ids is None:
                 return
@@ -158,7 +163,8 @@ def cut_note(completion: Completion) -> str:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Load and generate, as the command line says. Everything that can be checked before the ranks meet is."""
+    """Load and generate, as the command line says. Everything that can be checked before loading is."""
+    meet(args.join_timeout)
     first = first_rank()
 
     def say(line: str) -> None:
@@ -177,7 +183,7 @@ def run(args: argparse.Namespace) -> None:
     tokenizer = load_tokenizer(args.model) if first else None
     texts, prompts = [], []
     if first and not args.chat:
-        texts = read_prompts(args)
+        texts = args.prompt if args.prompts_file is None else read_prompts(args.prompts_file)
         system = [{"role": "system", "content": args.system}] if args.system else []
         prompts = [
             encode_chat(tokenizer, [*system, {"role": "user", "content": text}])
@@ -186,12 +192,13 @@ def run(args: argparse.Namespace) -> None:
             for text in texts
         ]
     device = local_device(args.device)
-    groups = init_groups(device, args.timeout)
+    settings = options(args, but=("model", "json", "join_timeout")) | asdict(params) | fingerprint(files) | packages()
+    groups = init_groups(device, args.timeout, settings)
     prompts = groups.tp.broadcast_object(prompts)
 
     needed = CHAT_MODEL_LEN if args.chat else max(map(len, prompts)) + params.max_new_tokens
-    max_model_len = args.max_model_len or min(needed, config.max_position_embeddings)
-    max_batch = args.max_batch or min(max(len(prompts), 1), DEFAULT_MAX_BATCH)
+    max_model_len = min(needed, config.max_position_embeddings) if args.max_model_len is None else args.max_model_len
+    max_batch = min(max(len(prompts), 1), DEFAULT_MAX_BATCH) if args.max_batch is None else args.max_batch
     check_limits(config, max_batch=max_batch, max_model_len=max_model_len, prefill_chunk=args.prefill_chunk)
     check_prompts(config, prompts, max_model_len)
     plan = MemoryPlan.of(
@@ -210,6 +217,7 @@ def run(args: argparse.Namespace) -> None:
         session.chat(args.system)
     else:
         answers, completions = session.answer(prompts, show=len(prompts) == 1)
+        close_groups()  # all ranks are done: from here on none can fail and cut short what is written
         if first:
             report(args, texts, answers, completions, session.generator)
     say(str(session.generator.speed))

@@ -64,6 +64,7 @@ def _rank(rank: int, size: int, port: int, work, folder: Path, result: Path) -> 
         "MASTER_PORT": str(port),
         "GLOO_SOCKET_IFNAME": "lo",
     }
+    torch.set_num_threads(1)  # makes torch's thread pool anew, before the threads of the loader all do so at once
     torch.manual_seed(100 + rank)  # ranks must agree whatever their random state is
     try:
         torch.save(work(init_groups(torch.device("cpu"), timeout_seconds=30), folder), result)

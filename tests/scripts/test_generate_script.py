@@ -8,30 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from byte_tokenizer import VOCAB_SIZE, write_tokenizer
 from official_layout import TINY, write_official_checkpoint
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from moe_int8.models.deepseek.convert import Settings, convert
 
 ROOT = Path(__file__).parents[2]
-BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())  # one character stands for each byte
-EOS = len(BYTES)
-CONFIG = TINY | {"vocab_size": len(BYTES) + 2, "max_position_embeddings": 256}
-
-
-def write_tokenizer(folder: Path) -> None:
-    """A byte-level tokenizer, so that any random model's output is text, and a chat template."""
-    vocab = {character: index for index, character in enumerate(BYTES)} | {"<eos>": EOS, "<bos>": EOS + 1}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<eos>", "<bos>"])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    template = "{{ bos_token }}{% for m in messages %}{{ m['role'] }}:{{ m['content'] }};{% endfor %}assistant:"
-    settings = {"bos_token": "<bos>", "eos_token": "<eos>", "chat_template": template}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": EOS, "do_sample": False}))
+CONFIG = TINY | {"vocab_size": VOCAB_SIZE, "max_position_embeddings": 256}
 
 
 @pytest.fixture(scope="module")
@@ -153,6 +137,13 @@ WRONG = {
     "negative temperature": (["--model", "{int8}", "--prompt", "a", "--temperature", "-1"], "temperature"),
     "a prompt that does not fit": (["--model", "{int8}", "--prompt", "abcdef", "--max-model-len", "4"], "7 tokens"),
     "more than the context": (["--model", "{int8}", "--prompt", "a", "--max-model-len", "999"], "context of 256"),
+    "no sequence at a time": (
+        ["--model", "{int8}", "--prompt", "a", "--max-batch", "0"],
+        "max_batch must be at least 1",
+    ),
+    "no context": (["--model", "{int8}", "--prompt", "a", "--max-model-len", "0"], "max_model_len must be at least 1"),
+    "a system message without a chat": (["--model", "{int8}", "--prompt", "a", "--system", "b"], "--system needs"),
+    "answers into no folder": (["--model", "{int8}", "--prompt", "a", "--json", "/nonexistent/a"], "cannot be written"),
     "no prompts in the file": (["--model", "{int8}", "--prompts-file", "{blank}"], "holds no prompts"),
     "a file that is not there": (["--model", "{int8}", "--prompts-file", "/nonexistent"], "/nonexistent"),
 }
