@@ -10,13 +10,14 @@ packages := $(sort $(dir $(wildcard moe_int8/__init__.py moe_int8/*/__init__.py 
                                     parallel/__init__.py serving/__init__.py evals/__init__.py)))
 stamp := .venv/installed-$(shell echo $(packages) | cksum | cut -d' ' -f1)
 
-.PHONY: install demo test lint clean
+.PHONY: install demo test fuzz lint clean
 
 ifneq ($(own_environment),)
 install: $(stamp)
 else
 install:
-	@$(PYTHON) -c 'import moe_int8.models' || { echo "error: $(PYTHON) has no moe_int8: run '$(PYTHON) -m pip install -e .[test]' first"; exit 1; }
+	@$(PYTHON) -c 'import moe_int8.models' 2>/dev/null || \
+	    { echo "error: $(PYTHON) has no moe_int8: run $(PYTHON) -m pip install -e '.[test]' first"; exit 1; }
 endif
 
 $(stamp): setup.py pyproject.toml constraints.txt
@@ -33,6 +34,7 @@ $(stamp): setup.py pyproject.toml constraints.txt
 # 0.032 against BF16. The bounds allow twice the flips and three times the KL. Shuffled weight scales leave under 1 %.
 demo: install
 	$(PYTHON) scripts/make_demo_checkpoint.py --output demo/fp8
+	@[ demo/int8/config.json -nt demo/fp8/config.json ] || rm -rf demo/int8 demo/bf16  # made from an earlier demo/fp8
 	$(PYTHON) scripts/convert.py demo/fp8 demo/int8
 	$(PYTHON) scripts/convert.py demo/fp8 demo/bf16 --to bf16
 	$(PYTHON) scripts/inspect_checkpoint.py demo/int8
@@ -44,6 +46,10 @@ demo: install
 test: install
 	$(PYTHON) -m pytest -q
 	TRITON_INTERPRET=1 $(PYTHON) -m pytest -q tests/kernels
+
+# Broken checkpoints and requests, about 20 minutes; the normal tests take some hundreds of them.
+fuzz: install
+	MOE_INT8_FUZZ_INPUTS=100000 $(PYTHON) -m pytest -q tests/test_fuzz.py
 
 # mypy cannot see through the mapping of setup.py: it is shown the package as it is installed.
 lint: install

@@ -67,8 +67,8 @@ def int8_scaled_mm(
         weight_scale: [N, 1] or [N] fp32, one for each output channel.
         bias: [N] bf16, fp16 or fp32, or None.
         out_dtype: bf16, fp16 or fp32.
-        accumulator: "int32": exact; K is at most 133,144 (132,104 if a weight holds -128, unchecked). "fp32": one exact int32 dot for each 128
-            of K, converted to fp32 and added in order.
+        accumulator: "int32": exact; K is at most 133,144 (132,104 where a foreign weight holds -128, which is not
+            checked). "fp32": one exact int32 dot for each 128 of K, converted to fp32 and added in order.
 
     Returns:
         [..., N] `out_dtype`.

@@ -64,7 +64,7 @@ def main(argv: list[str] | None = None) -> None:
         return
     with one_line_errors():
         run(args)
-        print(f'next: torchrun --nproc-per-node 8 scripts/generate.py --model {args.result} --prompt "Hello"')
+        print(f"next: python scripts/inspect_checkpoint.py {args.result}")
 
 
 if __name__ == "__main__":

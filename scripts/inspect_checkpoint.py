@@ -15,6 +15,7 @@ import torch
 from moe_int8.models.deepseek.cache import LatentCache
 from moe_int8.models.deepseek.checkpoint import Checkpoint
 from moe_int8.models.deepseek.config import DeepseekConfig
+from moe_int8.models.deepseek.layout import check_fits
 from moe_int8.models.deepseek.memory import GB, weight_bytes
 from moe_int8.models.deepseek.precision import Precision
 from moe_int8.parallel import legal_tp_sizes
@@ -29,6 +30,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 GPUS_OF_A_NODE = 8
+ROOM_FOR_WEIGHTS = 64e9  # bytes on an 80 GB card, beside cache and working memory
 
 
 @dataclass(frozen=True)
@@ -47,19 +49,30 @@ def forms_of(checkpoint: Checkpoint) -> list[Form]:
     return [Form("INT8", Precision(torch.bfloat16, lambda name: True)), bf16]
 
 
-def next_step(checkpoint: Checkpoint, tp_size: int) -> str:
-    """The command that a user most likely wants now."""
+def next_step(checkpoint: Checkpoint, weight_bytes_of: dict[int, int]) -> str:
+    """The command that a user most likely wants now: convert, or generate on the fewest 80 GB cards that hold it."""
     folder = checkpoint.folder
     if checkpoint.format != "int8":
         return f"python scripts/convert.py {folder} {folder}-INT8"
-    return f'torchrun --nproc-per-node {tp_size} scripts/generate.py --model {folder} --prompt "Hello"'
+    tp_size = next((tp for tp, size in weight_bytes_of.items() if size <= ROOM_FOR_WEIGHTS), max(weight_bytes_of))
+    generate = f'scripts/generate.py --model {folder} --prompt "Hello"'
+    if tp_size == 1:
+        return f"python {generate}"
+    if tp_size <= GPUS_OF_A_NODE:
+        return f"torchrun --nproc-per-node {tp_size} {generate}"
+    nodes = tp_size // GPUS_OF_A_NODE
+    return f"{generate} on {nodes} nodes of {GPUS_OF_A_NODE}: see 'Several nodes' in the README"
 
 
 def inspect(folder: Path) -> dict[str, Any]:
     """Everything there is to say, as it goes into --json."""
     config = DeepseekConfig.from_folder(folder)
     checkpoint = Checkpoint(folder)
+    check_fits(checkpoint, config)
     sizes = legal_tp_sizes(config.sharded_dimensions())
+    weights = {
+        form.name: {tp: weight_bytes(config, form.precision, tp) for tp in sizes} for form in forms_of(checkpoint)
+    }
     return {
         "folder": str(folder),
         "format": checkpoint.format,
@@ -77,10 +90,8 @@ def inspect(folder: Path) -> dict[str, Any]:
         "vocab_size": config.vocab_size,
         "context": config.max_position_embeddings,
         "cache_bytes_per_token": LatentCache.bytes_per_token(config, torch.bfloat16),
-        "weight_bytes_per_rank": {
-            form.name: {tp: weight_bytes(config, form.precision, tp) for tp in sizes} for form in forms_of(checkpoint)
-        },
-        "next": next_step(checkpoint, max(size for size in sizes if size <= GPUS_OF_A_NODE)),
+        "weight_bytes_per_rank": weights,
+        "next": next_step(checkpoint, weights["INT8"]),
     }
 
 

@@ -9,6 +9,7 @@ Example:
     python scripts/make_demo_checkpoint.py --output demo/fp8
 """
 
+import argparse
 import importlib.util
 import json
 import math
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from moe_int8.parallel.launch import ArgumentParser
+from moe_int8.parallel.launch import ArgumentParser, one_line_errors
 from moe_int8.quantization.block_fp8 import BLOCK, quantize_block_fp8
 
 CONFIG: dict[str, Any] = {
@@ -268,6 +269,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the random weights")
     parser.add_argument("--force", action="store_true", help="replace a demo checkpoint that is there already")
     args = parser.parse_args(argv)
+    with one_line_errors():
+        make(parser, args)
+
+
+def make(parser: ArgumentParser, args: argparse.Namespace) -> None:
+    """Build the checkpoint, unless it stands already."""
     output: Path = args.output.resolve()
     there = built_seed(output)
     if output.exists() and there is None and (not output.is_dir() or any(output.iterdir())):

@@ -25,7 +25,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def step_table(results: dict[str, Any]) -> str:
-    """Tokens per second of a decode step (CUDA graph) and of prefill, a line for each TP size and number format."""
+    """Milliseconds of a decode step (as a CUDA graph) and of prefill, a line for each TP size and number format."""
     rows = results["rows"]
     columns = sorted({(row["phase"], row["tokens"]) for row in rows})
     heads = [f"decode {tokens}" if phase == "decode" else f"prefill {tokens}" for phase, tokens in columns]
@@ -33,10 +33,11 @@ def step_table(results: dict[str, Any]) -> str:
     for tp in sorted({row["tp"] for row in rows}):
         for variant, name in NAMES.items():
             found = {(r["phase"], r["tokens"]): r for r in rows if (r["tp"], r["variant"]) == (tp, variant)}
-            cells = [f"{found[column]['tokens_per_s']:,.0f}" for column in columns]
+            times = (found[column].get("us_graph", found[column]["us_eager"]) for column in columns)
+            cells = [f"{us / 1000:.2f}" for us in times]
             lines.append(f"| TP{tp} {name} | " + " | ".join(cells) + " |")
     measured = f"{results['device']}, torch {results['torch']}, triton {results['triton']}, {results['date']}"
-    return "\n".join([*lines, "", f"Tokens/s; {measured}."])
+    return "\n".join([*lines, "", f"Milliseconds a step; {measured}."])
 
 
 def filled(text: str) -> str:

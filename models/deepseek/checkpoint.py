@@ -5,8 +5,8 @@ the folder. Opening one reads and checks every shard's header, so that a missing
 found before any work starts; weights are read when asked for.
 """
 
-import json
 import re
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from moe_int8.models.deepseek.config import ConfigError, read_config, supported_architecture
+from moe_int8.models.deepseek.ignore import IgnoreList
+from moe_int8.models.deepseek.untrusted import MAX_JSON_BYTES, brief, check_name, parse_json, read_json, shown
 from moe_int8.quantization.block_fp8 import FP8, scale_shape
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+MAX_ELEMENTS = 2**33  # of one tensor; R1's largest, the embedding, has 0.93e9
+MAX_BLOCK = 1024  # rows or columns that share an FP8 scale; the official blocks have 128
 
 # The weights that INT8 checkpoints hold quantised; everything else (embeddings, lm_head, norms, the router
 # `mlp.gate`, the MTP layer's eh_proj and shared_head) stays as it is.
@@ -82,7 +86,10 @@ class Checkpoint:
         self._file_of: dict[str, str] = {}
         self._stored: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
         self._read_headers()
-        self._ignored = [_matcher(entry, self.folder) for entry in self._quantization().get("ignore") or []]
+        try:
+            self._ignored = IgnoreList(self._quantization().get("ignore") or [])
+        except ValueError as error:
+            raise CheckpointError(f"{self.folder / CONFIG}: {error}") from error
         self.block = (0, 0)
         self.format = self._detect_format()
 
@@ -137,7 +144,7 @@ class Checkpoint:
 
     def is_ignored(self, module: str) -> bool:
         """Whether config.json lists a module as not quantised, by name or by a `re:` pattern."""
-        return any(pattern.match(module) for pattern in self._ignored)
+        return module in self._ignored
 
     def path(self, file: str) -> Path:
         """The path of one of the folder's files; refuses names and links that lead out of the folder."""
@@ -146,8 +153,12 @@ class Checkpoint:
         if home.parent.name == "snapshots":  # the Hugging Face cache: snapshots/<revision>/<file> links to blobs/<hash>
             homes.append(home.parent.parent / "blobs")
         if not file.isprintable() or Path(file).name != file:
-            raise CheckpointError(f"{self.folder}: the file name {file!r} leaves the folder: refused")
-        target = (self.folder / file).resolve()
+            raise CheckpointError(f"{self.folder}: the file name {shown(file)} leaves the folder: refused")
+        try:
+            target = (self.folder / file).resolve()
+            target.exists()
+        except (OSError, RuntimeError) as error:  # a name too long for the disk, a link to itself
+            raise CheckpointError(f"{self.folder}: the file {shown(file)} cannot be opened ({brief(error)})") from error
         if not any(target.is_relative_to(allowed) for allowed in homes):
             raise CheckpointError(f"{self.folder / file} links to {target}, out of the folder: refused; copy the file")
         return self.folder / file
@@ -168,7 +179,8 @@ class Checkpoint:
     def _read_headers(self) -> None:
         """Fill `_file_of` and `_stored` from the index and the shards' headers."""
         index = self._read_index()
-        for file in sorted(set(index.values())):
+        for file in sorted(set(index.values())) or [SINGLE]:
+            self._check_header(file)
             handle = self._handle(file)
             for name in handle.keys():  # noqa: SIM118 (not a mapping)
                 if index.setdefault(name, file) != file:
@@ -178,7 +190,12 @@ class Checkpoint:
                     raise CheckpointError(
                         f"{self.folder / file}: {name} has the unsupported dtype {stored.get_dtype()}"
                     )
-                self._stored[name] = (DTYPES[stored.get_dtype()], tuple(stored.get_shape()))
+                shape = tuple(stored.get_shape())
+                if prod(shape) > MAX_ELEMENTS:
+                    raise CheckpointError(
+                        f"{self.folder / file}: {name} has {prod(shape)} elements, no model's: refused"
+                    )
+                self._stored[name] = (DTYPES[stored.get_dtype()], shape)
         self.close()
         for name, file in index.items():
             if name not in self._stored:
@@ -188,10 +205,15 @@ class Checkpoint:
         self._file_of = index
 
     def _read_index(self) -> dict[str, str]:
-        """Tensor name to shard name; for a single file, whose header says it all, one entry."""
-        if not (self.folder / INDEX).exists():
-            if (self.folder / SINGLE).exists():
-                return dict.fromkeys(self._handle(SINGLE).keys(), SINGLE)
+        """Tensor name to shard name; empty for a single file, whose header says it all."""
+        if not (self.folder / INDEX).is_file():
+            if (self.folder / SINGLE).is_file():
+                return {}
+            if any(self.folder.glob("model*-mp*.safetensors")):
+                raise CheckpointError(
+                    f"{self.folder} was split for a number of ranks by DeepSeek's own convert.py: give the checkpoint "
+                    "as it was published, which loading splits for any number of ranks"
+                )
             if any(self.folder.glob("*.bin")) or any(self.folder.glob("*.pt*")):
                 raise CheckpointError(
                     f"{self.folder} holds no safetensors, only pickle files (.bin, .pt), which can run code: refused"
@@ -200,18 +222,44 @@ class Checkpoint:
                 f"{self.folder / INDEX} is missing (and there is no {SINGLE}): "
                 "the download or conversion did not finish"
             )
-        index = _read_json(self.path(INDEX)).get("weight_map")
+        path = self.path(INDEX)
+        try:
+            index = read_json(path).get("weight_map")
+        except ValueError as error:
+            raise CheckpointError(f"{error}: download it again") from error
         if not isinstance(index, dict) or not index or not all(isinstance(file, str) for file in index.values()):
-            raise CheckpointError(f"{self.folder / INDEX}: weight_map must map tensor names to files")
+            raise CheckpointError(f"{path}: weight_map must map tensor names to files")
         for name, file in index.items():
+            try:
+                check_name(name)
+            except ValueError as error:
+                raise CheckpointError(f"{path} {error}") from error
             if not file.endswith(".safetensors"):
-                raise CheckpointError(
-                    f"{self.folder / INDEX} puts {name} into {file!r}: only .safetensors files are read"
-                )
+                raise CheckpointError(f"{path} puts {name} into {shown(file)}: only .safetensors files are read")
         for file in sorted(set(index.values())):
-            if not self.path(file).exists():
+            if not self.path(file).is_file():
                 raise CheckpointError(f"{self.folder / file} is missing, though {INDEX} names it: download it again")
         return index
+
+    def _check_header(self, file: str) -> None:
+        """Check what safetensors does not: the header's size, before it is parsed, and its names, once each.
+
+        Lengths, offsets and shapes are checked by safetensors when the file is opened.
+        """
+        path = self.path(file)
+        try:
+            with path.open("rb") as stream:
+                size = int.from_bytes(stream.read(8), "little")
+                if size > MAX_JSON_BYTES:
+                    raise ValueError(f"claims {size} bytes")
+                for name in parse_json(stream.read(size)):
+                    check_name(name)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+        except ValueError as error:
+            raise CheckpointError(
+                f"{path} is truncated or not a safetensors file (its header {error}): download it again"
+            ) from error
 
     def _handle(self, file: str) -> Any:
         if file not in self._handles:
@@ -222,12 +270,12 @@ class Checkpoint:
                 raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
             except SafetensorError as error:
                 raise CheckpointError(
-                    f"{path} is truncated or not a safetensors file ({error}): download it again"
+                    f"{path} is truncated or not a safetensors file ({brief(error)}): download it again"
                 ) from error
         return self._handles[file]
 
     def _changed(self, name: str, error: SafetensorError) -> CheckpointError:
-        return CheckpointError(f"{self.folder / self._file_of[name]}: {name} cannot be read ({error})")
+        return CheckpointError(f"{self.folder / self._file_of[name]}: {name} cannot be read ({brief(error)})")
 
     def _detect_format(self) -> str:
         declared = self._declared_format()
@@ -258,8 +306,8 @@ class Checkpoint:
         if method in ("w8a8_int8", "int8") or (method == "compressed-tensors" and _is_channel_int8(quantization)):
             return "int8"
         raise CheckpointError(
-            f"{self.folder / CONFIG}: the quantisation {method!r} (format {quantization.get('format')!r}) is not "
-            "supported; supported are fp8 in blocks, and INT8 with a scale per channel (w8a8_int8, or "
+            f"{self.folder / CONFIG}: the quantisation {shown(method)} (format {shown(quantization.get('format'))}) is "
+            "not supported; supported are fp8 in blocks, and INT8 with a scale per channel (w8a8_int8, or "
             "compressed-tensors int-quantized with dynamic scales per token)"
         )
 
@@ -279,19 +327,32 @@ class Checkpoint:
                 )
             if f"{name}_scale" not in self._stored:
                 raise CheckpointError(f"{where} is INT8 without a {name}_scale: the checkpoint is incomplete")
-            shape, scale = self.shape(name), self.shape(f"{name}_scale")
-            if len(shape) != 2 or scale not in ((shape[0],), (shape[0], 1)):
+            shape, (dtype, scale) = self.shape(name), self._stored[f"{name}_scale"]
+            right = len(shape) == 2 and scale in ((shape[0],), (shape[0], 1))
+            if not right or dtype not in (torch.float32, torch.bfloat16):
                 raise CheckpointError(
-                    f"{where} is {list(shape)} and its scale {list(scale)}; supported is a scale per output channel, "
-                    "[N] or [N, 1] for a weight [N, K]"
+                    f"{where} is {list(shape)} and its scale {list(scale)} {dtype}; supported is a scale per output "
+                    "channel, float32 or bfloat16 [N] or [N, 1] for a weight [N, K]"
                 )
             if self.is_ignored(name.removesuffix(".weight")):
                 raise CheckpointError(f"{where} is INT8, though {CONFIG} lists it under ignore: one of them is wrong")
+        num_layers = self.config.get("num_hidden_layers")
+        layers = range(num_layers if isinstance(num_layers, int) else 0)
+        for name, (dtype, _) in self._stored.items():
+            needed = projection_kind(name) and int(name.split(".")[2]) in layers  # not in the layers behind, for MTP
+            if needed and dtype is not torch.int8 and not self.is_ignored(name.removesuffix(".weight")):
+                raise CheckpointError(
+                    f"{self.folder / self._file_of[name]}: {name} is {dtype} in an INT8 checkpoint whose {CONFIG} does "
+                    "not list it under ignore: the checkpoint is incomplete, or its config.json wrong"
+                )
 
     def _check_fp8(self) -> None:
         block = self._quantization().get("weight_block_size", [128, 128])
-        if not isinstance(block, list) or len(block) != 2 or not all(type(b) is int and b > 0 for b in block):
-            raise CheckpointError(f"{self.folder / CONFIG}: weight_block_size must be two numbers, got {block}")
+        if not isinstance(block, list) or [type(b) is int and 0 < b <= MAX_BLOCK for b in block] != [True, True]:
+            raise CheckpointError(
+                f"{self.folder / CONFIG}: weight_block_size must be two whole numbers from 1 to {MAX_BLOCK}, got "
+                f"{shown(block)}"
+            )
         self.block = (block[0], block[1])
         weights = [name for name, (dtype, _) in self._stored.items() if dtype is FP8]
         if not weights:
@@ -314,24 +375,6 @@ class Checkpoint:
                 raise CheckpointError(
                     f"{self.folder / self._file_of[name]}: {name} is the scale of no FP8 weight: download it again"
                 )
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read as JSON ({error}): download it again") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} must hold a JSON object")
-    return value
-
-
-def _matcher(entry: Any, folder: Path) -> re.Pattern[str]:
-    """A compressed-tensors `ignore` entry: a module's name, or `re:` and a pattern that matches from its start."""
-    try:
-        return re.compile(entry[3:] if entry.startswith("re:") else re.escape(entry) + r"\Z")
-    except (AttributeError, re.error) as error:
-        raise CheckpointError(f"{folder / CONFIG}: the ignore entry {entry!r} is not valid ({error})") from error
 
 
 def _is_channel_int8(quantization: dict[str, Any]) -> bool:

@@ -1,16 +1,17 @@
 """What config.json says of a DeepSeek V2 or V3 model, checked and frozen."""
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from moe_int8.models.deepseek.untrusted import read_json, shown
 from moe_int8.routing import check_routing
 
 ARCHITECTURES = ("DeepseekV3ForCausalLM", "DeepseekV2ForCausalLM")
 MAX_SIZE = 2**31 - 1  # of any one number; a larger one in config.json is a mistake or an attack
+MIN_ROTATIONS = 1e-3  # of YaRN's beta; a smaller one overflows the search for the pair that turns so often
 
 
 class ConfigError(ValueError):
@@ -43,26 +44,28 @@ class RopeConfig:
         `rope_type`)."""
         scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
         if not isinstance(scaling, Mapping):
-            raise ConfigError(f"config.json: rope_parameters (or rope_scaling) must be an object, got {scaling!r}")
+            raise ConfigError(f"config.json: rope_parameters (or rope_scaling) must be an object, got {shown(scaling)}")
         theta = scaling.get("rope_theta", config.get("rope_theta"))
         rope: dict[str, Any] = {"theta": number("rope_theta", 10000.0 if theta is None else theta, above=1)}
         kind = scaling.get("rope_type", scaling.get("type", "default"))
         if kind == "default":
             return cls(**rope)
         if kind != "yarn":
-            raise ConfigError(f"config.json: rope type {kind!r} is not supported, only 'yarn' and 'default'")
+            raise ConfigError(f"config.json: rope type {shown(kind)} is not supported, only 'yarn' and 'default'")
         for name in ("factor", "original_max_position_embeddings"):
             if scaling.get(name) is None:
                 raise ConfigError(f"config.json: yarn needs {name}")
         rope["original_max_position_embeddings"] = integer(
             "original_max_position_embeddings", scaling["original_max_position_embeddings"]
         )
-        for name in ("factor", "beta_fast", "beta_slow"):
+        for name, above in (("factor", 0), ("beta_fast", MIN_ROTATIONS), ("beta_slow", MIN_ROTATIONS)):
             if scaling.get(name) is not None:
-                rope[name] = number(name, scaling[name], above=0)
+                rope[name] = number(name, scaling[name], above=above)
         for name in ("mscale", "mscale_all_dim"):
             if scaling.get(name) is not None:
                 rope[name] = number(name, scaling[name])
+                if rope[name] < 0:
+                    raise ConfigError(f"config.json: {name} must not be negative, got {rope[name]}")
         return cls(**rope)
 
 
@@ -172,7 +175,7 @@ class DeepseekConfig:
         ):
             value = config.get(name, supported)
             if value is not None and value != supported:
-                raise ConfigError(f"config.json: {name} = {value!r} is not supported, only {supported!r}")
+                raise ConfigError(f"config.json: {name} = {shown(value)} is not supported, only {supported!r}")
         if self.qk_rope_head_dim % 2:
             raise ConfigError(f"config.json: qk_rope_head_dim = {self.qk_rope_head_dim} must be even")
         if not self.n_routed_experts:
@@ -180,8 +183,8 @@ class DeepseekConfig:
         known = (("noaux_tc", "sigmoid"), ("greedy", "softmax"), ("group_limited_greedy", "softmax"))
         if (self.topk_method, self.scoring_func) not in known:
             raise ConfigError(
-                f"config.json: topk_method {self.topk_method!r} with scoring_func {self.scoring_func!r} is not "
-                f"supported; known pairs: {', '.join(f'{m} with {s}' for m, s in known)}"
+                f"config.json: topk_method {shown(self.topk_method)} with scoring_func {shown(self.scoring_func)} is "
+                f"not supported; known pairs: {', '.join(f'{m} with {s}' for m, s in known)}"
             )
         try:
             check_routing(
@@ -245,12 +248,9 @@ def read_config(folder: Path | str) -> dict[str, Any]:
     if not path.is_file():
         raise ConfigError(f"{folder} has no config.json; give the folder of a DeepSeek checkpoint")
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(config, dict):
-        raise ConfigError(f"{path} must hold a JSON object")
-    return config
+        return read_json(path)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def supported_architecture(config: Mapping[str, Any]) -> str:
@@ -265,25 +265,27 @@ def supported_architecture(config: Mapping[str, Any]) -> str:
         return str(name)
     if name == "DeepseekV32ForCausalLM":
         raise ConfigError("DeepseekV32ForCausalLM (DeepSeek V3.2, sparse attention) is not supported")
-    raise ConfigError(f"config.json: architecture {name!r} is not supported, only {' and '.join(ARCHITECTURES)}")
+    raise ConfigError(f"config.json: architecture {shown(name)} is not supported, only {' and '.join(ARCHITECTURES)}")
 
 
 def integer(name: str, value: Any, least: int = 1) -> int:
     """`value` if it is a whole number from `least` to MAX_SIZE, else ConfigError."""
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MAX_SIZE:
-        raise ConfigError(f"config.json: {name} must be a whole number from {least} to {MAX_SIZE}, got {value!r}")
+        raise ConfigError(f"config.json: {name} must be a whole number from {least} to {MAX_SIZE}, got {shown(value)}")
     return value
 
 
 def number(name: str, value: Any, above: float = -MAX_SIZE) -> float:
     """`value` as a float greater than `above`, up to MAX_SIZE, else ConfigError."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not above < value <= MAX_SIZE:
-        raise ConfigError(f"config.json: {name} must be a number above {above} and up to {MAX_SIZE}, got {value!r}")
+        raise ConfigError(
+            f"config.json: {name} must be a number above {above} and up to {MAX_SIZE}, got {shown(value)}"
+        )
     return float(value)
 
 
 def boolean(name: str, value: Any) -> bool:
     """`value` if it is true or false, else ConfigError."""
     if not isinstance(value, bool):
-        raise ConfigError(f"config.json: {name} must be true or false, got {value!r}")
+        raise ConfigError(f"config.json: {name} must be true or false, got {shown(value)}")
     return value

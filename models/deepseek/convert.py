@@ -27,7 +27,8 @@ from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
 from moe_int8.models.deepseek.checkpoint import CONFIG, DTYPES, INDEX, Checkpoint, CheckpointError, projection_kind
-from moe_int8.models.deepseek.shards import for_each_shard, planned_tensors, read_weight
+from moe_int8.models.deepseek.shards import for_each_shard, planned_tensors, read_rows
+from moe_int8.models.deepseek.untrusted import read_json
 from moe_int8.quantization.block_fp8 import FP8
 from moe_int8.quantize import quantize_per_channel
 
@@ -83,7 +84,11 @@ def convert(folder: Path, out: Path, settings: Settings, workers: int = 1) -> Su
     source_bytes = sum(source.path(file).stat().st_size for file in source.files())
     sizes = {file: sum(_num_bytes(*tensor) for tensor in plan.values()) for file, plan in plans.items()}
     summary = Summary(len(pending), len(plans), source_bytes, sum(sizes.values()))
-    if not pending and (out / CONFIG).exists():
+    weight_map = {name: file for file, plan in plans.items() for name in plan}
+    index = {"metadata": {"total_size": summary.result_bytes}, "weight_map": dict(sorted(weight_map.items()))}
+    config = _result_config(source, plans, settings)
+    small = all((out / name).exists() for name in copied)
+    if not pending and small and _holds(out / INDEX, index) and _holds(out / CONFIG, config):
         return summary
     for last in (CONFIG, INDEX):  # there if shards of a finished result were deleted: it must not look complete
         (out / last).unlink(missing_ok=True)
@@ -97,10 +102,8 @@ def convert(folder: Path, out: Path, settings: Settings, workers: int = 1) -> Su
             shutil.copyfileobj(original, copy)
     if _identity(source) != identity:
         raise CheckpointError(f"{folder} changed during the conversion: delete {out} and convert again")
-    weight_map = {name: file for file, plan in plans.items() for name in plan}
-    index = {"metadata": {"total_size": summary.result_bytes}, "weight_map": dict(sorted(weight_map.items()))}
     _write_json(out / INDEX, index)
-    _write_json(out / CONFIG, _result_config(source, plans, settings))
+    _write_json(out / CONFIG, config)
     return summary
 
 
@@ -163,7 +166,7 @@ def _prepare(source: Checkpoint, out: Path, state: dict[str, Any], results: set[
         _write_json(out / STATE, state)
         return
     try:
-        earlier = json.loads((out / STATE).read_text(encoding="utf-8"))
+        earlier = read_json(out / STATE)
     except ValueError as error:
         raise CheckpointError(f"{out / STATE} is damaged: delete {out} and convert again") from error
     for part in ("source", "settings"):
@@ -199,19 +202,22 @@ def _convert_shard(source: Checkpoint, out: Path, to: str, file: str) -> None:
         for name in source.names_in(file):
             if name not in plan:  # the scale of an FP8 weight is read with the weight
                 continue
-            weight = read_weight(source, name)
-            if plan[name][0] is torch.int8:
-                codes, scale = quantize_per_channel(weight)
-                converted = {name: codes, f"{name}_scale": scale}
-            else:
-                converted = {name: weight.to(plan[name][0])}
-            for result, tensor in converted.items():
-                if tensor.is_floating_point() and not tensor.isfinite().all():
+            stream.seek(offsets[name])
+            scales = []
+            for rows in read_rows(source, name):
+                if plan[name][0] is torch.int8:
+                    result, scale = quantize_per_channel(rows)
+                    scales.append(scale)
+                else:
+                    result = scale = rows.to(plan[name][0])
+                if scale.is_floating_point() and not scale.isfinite().all():
                     raise CheckpointError(
                         f"{source.folder / file}: {name} holds values that are not finite: download it again"
                     )
-                stream.seek(offsets[result])
-                _write_tensor(stream, tensor)
+                _write_tensor(stream, result)
+            if scales:
+                stream.seek(offsets[f"{name}_scale"])
+                _write_tensor(stream, torch.cat(scales))
     source.close()
 
 
@@ -275,6 +281,14 @@ def _int8_config(style: str, ignore: list[str]) -> dict[str, Any]:
             }
         },
     }
+
+
+def _holds(path: Path, value: dict[str, Any]) -> bool:
+    """Whether a file holds what `_write_json` writes."""
+    try:
+        return bool(json.loads(path.read_text(encoding="utf-8")) == value)
+    except (OSError, ValueError):
+        return False
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

@@ -16,6 +16,7 @@ from moe_int8.models.deepseek.cache import BLOCK_SIZE, Batch, LatentCache, block
 from moe_int8.models.deepseek.config import DeepseekConfig
 from moe_int8.models.deepseek.model import DeepseekModel
 from moe_int8.models.deepseek.sampling import Sampler, SamplingParams
+from moe_int8.models.deepseek.untrusted import shown
 
 RUNNING, STOP, LENGTH = 0, 1, 2  # why a sequence ended, as the ranks tell each other
 FINISH_REASONS = {STOP: "stop", LENGTH: "length"}
@@ -282,6 +283,8 @@ def check_limits(config: DeepseekConfig, *, max_batch: int, max_model_len: int, 
 def check_prompts(config: DeepseekConfig, prompts: Sequence[Sequence[int]], max_model_len: int) -> None:
     """Raise ValueError if a prompt is empty, leaves no room for an answer, or holds an id outside the vocabulary."""
     for index, prompt in enumerate(prompts):
+        if not (isinstance(prompt, Sequence) and all(type(token) is int for token in prompt)):
+            raise ValueError(f"prompt {index} must be a sequence of whole numbers, its token ids, got {shown(prompt)}")
         if not prompt:
             raise ValueError(f"prompt {index} is empty")
         if len(prompt) >= max_model_len:

@@ -29,7 +29,7 @@ def inverse_frequencies(dim: int, rope: RopeConfig) -> torch.Tensor:
         turns = rope.original_max_position_embeddings / (rotations * 2 * math.pi)
         return dim * math.log(turns) / (2 * math.log(rope.theta))
 
-    low = max(math.floor(pair_with(rope.beta_fast)), 0)
+    low = min(max(math.floor(pair_with(rope.beta_fast)), 0), dim - 1)  # from dim / 2 on, all pairs keep theirs
     high = min(math.ceil(pair_with(rope.beta_slow)), dim - 1)
     ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)).clamp(0, 1)
     return plain * (1 - ramp) + plain / rope.factor * ramp

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +12,13 @@ import torch
 
 from moe_int8.check import check_tensor
 from moe_int8.models.deepseek.text import check_stops
+from moe_int8.models.deepseek.untrusted import read_json, shown
 
 FLOATS = (torch.float32, torch.float64)
 # A row's largest probability weight becomes this integer. The weights of a vocabulary of up to 2^18 tokens then add up
 # to at most 2^53, exact in int64 and in float64, so that no order of addition matters.
 WEIGHT_ONE = 2**35
+MAX_TEMPERATURE = 1e30  # logits are divided by it in fp32
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class SamplingParams:
     """How one sequence is continued.
 
     Attributes:
-        temperature: 0 is greedy.
+        temperature: 0 is greedy; at most MAX_TEMPERATURE.
         top_p: sample from the smallest set of most likely tokens whose probabilities add up to at least this.
         seed: with the sequence's index it fixes the random numbers of the sequence.
         max_new_tokens: end after so many tokens, at least 1.
@@ -35,7 +35,7 @@ class SamplingParams:
         eos_token_ids: the end-of-sequence tokens; empty if the checkpoint's generation_config.json names none.
 
     Raises:
-        ValueError: a value is out of range; names the field and the value.
+        ValueError: a value is of a wrong type or out of range; names the field and the value.
     """
 
     temperature: float = 0.0
@@ -47,13 +47,19 @@ class SamplingParams:
     eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < math.inf:
-            raise ValueError(f"temperature must be 0 (greedy) or a positive number, got {self.temperature}")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
-        if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
+        if not (_is_number(self.temperature) and 0 <= self.temperature <= MAX_TEMPERATURE):
+            raise ValueError(f"temperature must be 0 (greedy) or a positive number, got {shown(self.temperature)}")
+        if not (_is_number(self.top_p) and 0 < self.top_p <= 1):
+            raise ValueError(f"top_p must be above 0 and at most 1, got {shown(self.top_p)}")
+        if not _is_integer(self.seed):
+            raise ValueError(f"seed must be a whole number, got {shown(self.seed)}")
+        if not (_is_integer(self.max_new_tokens) and self.max_new_tokens >= 1):
+            raise ValueError(f"max_new_tokens must be at least 1, got {shown(self.max_new_tokens)}")
         check_stops(self.stop)
+        if not isinstance(self.ignore_eos, bool):
+            raise ValueError(f"ignore_eos must be true or false, got {shown(self.ignore_eos)}")
+        if not (isinstance(self.eos_token_ids, list | tuple) and all(map(_is_integer, self.eos_token_ids))):
+            raise ValueError(f"eos_token_ids must be token ids, got {shown(self.eos_token_ids)}")
 
     @classmethod
     def from_generation_config(cls, source: str | Path | Mapping[str, Any], **overrides: Any) -> SamplingParams:
@@ -74,7 +80,7 @@ class SamplingParams:
             fields["temperature"] = 0.0
         eos = config.get("eos_token_id")
         if eos is not None:
-            fields["eos_token_ids"] = tuple(eos) if isinstance(eos, Sequence) else (eos,)
+            fields["eos_token_ids"] = tuple(eos) if isinstance(eos, list | tuple) else (eos,)
         fields.update({name: value for name, value in overrides.items() if value is not None})
         return cls(**fields)
 
@@ -164,12 +170,12 @@ def _generator(seed: int, index: int) -> torch.Generator:
 
 def _read_generation_config(folder: Path) -> Mapping[str, Any]:
     path = folder / "generation_config.json"
-    if not path.is_file():
-        return {}
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is no JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"{path} must hold a JSON object, got {type(config).__name__}")
-    return config
+    return read_json(path) if path.is_file() else {}
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return _is_integer(value) or isinstance(value, float)

@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from moe_int8.models.deepseek.checkpoint import Checkpoint, CheckpointError, projection_kind
 from moe_int8.quantization.block_fp8 import FP8, dequantize_block_fp8
+from moe_int8.quantize import CPU_CHUNK
 
 T = TypeVar("T")
 
@@ -44,6 +45,22 @@ def read_weight(source: Checkpoint, name: str) -> torch.Tensor:
     return dequantize_block_fp8(weight, source.tensor(f"{name}_scale_inv"), source.block)
 
 
+def read_rows(source: Checkpoint, name: str) -> Iterator[torch.Tensor]:
+    """`read_weight` a few rows at a time, of a size that stays in the cache on its way through a conversion."""
+    weight = source.tensor(name)
+    if weight.ndim != 2 or not weight.numel():
+        yield weight
+        return
+    rows = max(1, CPU_CHUNK // weight.shape[1])
+    if weight.dtype is not FP8:
+        yield from weight.split(rows)
+        return
+    scales = source.tensor(f"{name}_scale_inv")
+    for block, scale in zip(weight.split(source.block[0]), scales, strict=True):
+        for part in block.split(rows):
+            yield dequantize_block_fp8(part, scale[None], source.block)
+
+
 def for_each_shard(
     task: Callable[[str], T], source: Checkpoint, pending: Sequence[str], workers: int, total: Sequence[str] = ()
 ) -> Iterator[T]:
@@ -53,7 +70,7 @@ def for_each_shard(
         task: with more than one worker it must pickle.
         source: whose shards they are.
         pending: names of the shards to work on.
-        workers: processes; 1 stays in this one.
+        workers: processes, of one thread each; 1 stays in this one.
         total: all shards of the job, where some were done before.
 
     Raises:
@@ -69,12 +86,16 @@ def for_each_shard(
 
 def _results(task: Callable[[str], T], files: Sequence[str], workers: int) -> Iterator[tuple[str, T]]:
     if workers <= 1:
-        for file in files:
-            yield file, task(file)
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # as in a worker
+        try:
+            for file in files:
+                yield file, task(file)
+        finally:
+            torch.set_num_threads(threads)
         return
-    threads = max(1, (os.cpu_count() or 1) // workers)
     context = multiprocessing.get_context("spawn")  # a fork of a process that has used torch's threads may hang
-    with ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(threads,)) as pool:
+    with ProcessPoolExecutor(workers, context, initializer=_start_worker) as pool:
         waiting = list(reversed(files))
         running: dict[Future[T], str] = {}
         try:
@@ -91,8 +112,9 @@ def _results(task: Callable[[str], T], files: Sequence[str], workers: int) -> It
             ) from error
 
 
-def _start_worker(threads: int) -> None:
-    torch.set_num_threads(threads)
+def _start_worker() -> None:
+    # More would share steps of some 50 microseconds and meet after each; if one is not running, all wait for it.
+    torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the parent decides
     threading.Thread(target=_end_with_parent, daemon=True).start()
 

@@ -6,10 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from moe_int8.models.deepseek.untrusted import brief, parse_json, shown
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what a decoder writes for bytes that are no character, or not yet
+MAX_STOP = 1024  # characters of a stop string: each new token is compared with all of it
 MAX_CUT_BYTES = 3  # an incomplete UTF-8 character has at most 3 bytes, so it lies within the last 3 tokens
 
 
@@ -35,7 +38,24 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     try:
         return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # tokenizers raises bare Exception for a file that it cannot parse
-        raise ValueError(f"cannot load the tokenizer in {folder}: {error}") from error
+        raise ValueError(f"cannot load the tokenizer in {folder}: {brief(error)}") from error
+
+
+def read_prompts(path: Path) -> list[str]:
+    """The prompts in a file: a prompt a line, or (.jsonl) a JSON object a line, with the key "prompt"; none is empty.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is no UTF-8, holds no prompts, or a line is no such object; names the line.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no UTF-8 text: {error}") from error
+    prompts = [_prompt_of(path, number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+    if not prompts:
+        raise ValueError(f"{path} holds no prompts")
+    return prompts
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
@@ -45,8 +65,10 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     5 does not. A tokenizer without a BOS gets none. The empty prompt is the BOS alone.
 
     Raises:
-        ValueError: the prompt is empty and the tokenizer has no BOS, so that there is nothing to start from.
+        ValueError: the prompt is no text of whole characters, or empty and the tokenizer has no BOS, so that there is
+            nothing to start from.
     """
+    check_text("the prompt", text)
     ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
     bos = tokenizer.bos_token_id
     if bos is not None and ids[:1] != [bos]:
@@ -64,22 +86,37 @@ def encode_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str,
         messages: at least one {"role": "system" | "user" | "assistant", "content": ...}.
 
     Raises:
-        ValueError: no message, no chat template, or the template refuses the messages.
+        ValueError: no message, one without a role and a content, no chat template, or the template fails on them.
     """
     if not messages:
         raise ValueError("a chat needs at least one message")
+    for index, message in enumerate(messages):
+        if not isinstance(message, dict):
+            raise ValueError(f'message {index} must be {{"role": ..., "content": ...}}, got {shown(message)}')
+        for key in ("role", "content"):
+            check_text(f"the {key} of message {index}", message.get(key))
     if tokenizer.chat_template is None:
         raise ValueError(
             "the checkpoint has no chat template: copy tokenizer_config.json (or chat_template.jinja) from the "
             "original checkpoint into its folder, or send a plain prompt"
         )
-    from jinja2 import TemplateError
-
     try:
         text = str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
-    except TemplateError as error:
-        raise ValueError(f"the chat template refuses the messages: {error}") from error
+    except Exception as error:  # a template is the checkpoint's own program, in Jinja's sandbox: it may raise anything
+        raise ValueError(f"the chat template refuses the messages: {brief(error)}") from error
     return encode_prompt(tokenizer, text)
+
+
+def _prompt_of(path: Path, number: int, line: str) -> str:
+    if path.suffix != ".jsonl":
+        return line
+    where = f"{path}, line {number}"
+    try:
+        prompt = parse_json(line.encode()).get("prompt")
+    except ValueError as error:
+        raise ValueError(f'{where} {error}; expected {{"prompt": "..."}}') from error
+    check_text(f"{where}: the prompt", prompt)
+    return str(prompt)
 
 
 class Detokenizer:
@@ -129,7 +166,7 @@ class StopStrings:
     does not depend on how the text is cut into pieces.
 
     Raises:
-        ValueError: a stop string is empty, or `stops` is a single string.
+        ValueError: a stop string is empty or too long, or `stops` is a single string.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -165,8 +202,20 @@ class StopStrings:
 
 
 def check_stops(stops: Sequence[str]) -> None:
-    """Raise ValueError unless `stops` is a sequence of strings that are not empty."""
+    """Raise ValueError unless `stops` is a sequence of strings of 1 to MAX_STOP characters."""
     if isinstance(stops, str):
-        raise ValueError(f"stop must be a sequence of strings, got the string {stops!r}")
-    if not all(isinstance(stop, str) and stop for stop in stops):
-        raise ValueError(f"stop strings must not be empty, got {list(stops)!r}")
+        raise ValueError(f"stop must be a sequence of strings, got the string {shown(stops)}")
+    if not (isinstance(stops, Sequence) and all(isinstance(stop, str) and stop for stop in stops)):
+        raise ValueError(f"stop strings must not be empty, got {shown(stops)}")
+    if any(len(stop) > MAX_STOP for stop in stops):
+        raise ValueError(f"stop strings may have {MAX_STOP} characters, got {shown(stops)}")
+
+
+def check_text(what: str, text: object) -> None:
+    """Raise ValueError unless `text` is a string of whole characters: no half of a UTF-16 pair, as JSON can hold."""
+    if not isinstance(text, str):
+        raise ValueError(f"{what} must be a string, got {shown(text)}")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{what} is no valid Unicode text: {shown(text)}") from None

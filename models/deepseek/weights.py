@@ -4,8 +4,10 @@
 """
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from tqdm import tqdm
 from moe_int8.check import check_accumulator
 from moe_int8.models.deepseek.checkpoint import Checkpoint, CheckpointError
 from moe_int8.models.deepseek.config import DeepseekConfig
+from moe_int8.models.deepseek.layout import check_fits
 from moe_int8.models.deepseek.model import DecoderLayer, DeepseekModel
 from moe_int8.models.deepseek.moe import GATE, MLP, UP, MoE
 from moe_int8.models.deepseek.norm import RMSNorm
@@ -28,6 +31,8 @@ SCALE = "_scale"  # X.weight is int8 if the files also hold X.weight_scale
 
 SINGLE = Groups()
 
+LOAD_THREADS = 16  # a disk, and more so a network's, is fast only when asked for several things at a time
+
 Load = Callable[[WeightSource], None]
 
 
@@ -38,12 +43,14 @@ class ModelFiles:
     Attributes:
         precision: the formats in which it will be held.
         quantize: its floating-point projections become int8 while loading.
+        unused: how many of its tensors belong to multi-token prediction.
     """
 
     config: DeepseekConfig
     checkpoint: Checkpoint
     precision: Precision
     quantize: bool
+    unused: int
 
 
 def open_model(
@@ -63,7 +70,8 @@ def open_model(
 
     Raises:
         ConfigError: config.json is missing or describes no supported model.
-        CheckpointError: the files are incomplete, broken or of a format that is not run.
+        CheckpointError: the files are incomplete, broken, of a format that is not run, or do not hold the model that
+            config.json describes; names the file and the tensor.
         ValueError: an argument is unknown.
     """
     if dtype not in ("auto", "int8", *DTYPES):
@@ -76,6 +84,7 @@ def open_model(
             f"{folder} is an FP8 checkpoint, which cannot be run as it is; convert it first: "
             f"python scripts/convert.py {folder} {str(folder).rstrip('/')}-INT8"
         )
+    unused = check_fits(checkpoint, config)
     if dtype == "auto":
         dtype = checkpoint.format
     quantize = dtype == "int8" and checkpoint.format != "int8"
@@ -84,7 +93,7 @@ def open_model(
         is_int8=lambda name: dtype == "int8" and (quantize or checkpoint.is_quantized(name)),
         accumulator=accumulator,
     )
-    return ModelFiles(config, checkpoint, precision, quantize)
+    return ModelFiles(config, checkpoint, precision, quantize, unused)
 
 
 def load_model(
@@ -102,31 +111,48 @@ def load_model(
         say: takes the lines that a user should see; give it to one rank.
 
     Raises:
-        CheckpointError: a tensor is missing, unknown, broken or of the wrong shape; names the file and the tensor.
+        CheckpointError: a tensor cannot be read or holds values that are not finite; names the file and the tensor.
         ValueError: the model does not split over the ranks. With a folder, also what `open_model` raises.
     """
     if not isinstance(files, ModelFiles):
         files = open_model(files, **options)
     if files.quantize:
         say(f"quantising the {files.checkpoint.format} weights of {files.checkpoint.folder} to int8 while loading")
+    if files.unused:
+        say(f"skipping layer {files.config.num_hidden_layers} (multi-token prediction): {files.unused} tensors")
     model = DeepseekModel(files.config, files.precision, groups, device)
-    load_weights(model, files.checkpoint, quantize=files.quantize, say=say, progress=groups.tp.rank == 0)
+    load_weights(model, files.checkpoint, quantize=files.quantize, progress=groups.tp.rank == 0)
     return model
 
 
-def load_weights(
-    model: DeepseekModel, checkpoint: Checkpoint, *, quantize: bool, say: Callable[[str], None], progress: bool
-) -> None:
-    """Fill every parameter of `model`; see `load_model`."""
+def load_weights(model: DeepseekModel, checkpoint: Checkpoint, *, quantize: bool, progress: bool) -> None:
+    """Fill every parameter of `model`; see `load_model`.
+
+    All ranks go through the files in one order, so that what several of a node need is read from the disk once and
+    comes to the others from the page cache; LOAD_THREADS tensors at a time.
+    """
     table = weight_table(model)
-    check_names(checkpoint, set(table), model.config, say)
-    by_file = sorted(table, key=lambda name: (checkpoint.file_of(name), name))
-    with tqdm(by_file, desc="load", unit=" tensors", disable=not progress, leave=False) as bar:
-        for name in bar:
-            try:
-                table[name](CheckpointWeight(checkpoint, name, quantize))
-            except ValueError as error:
-                raise CheckpointError(f"{checkpoint.file_of(name)}: {name}: {error}") from error
+    by_file: dict[str, list[str]] = {file: [] for file in checkpoint.files()}
+    for name in sorted(table):
+        by_file[checkpoint.file_of(name)].append(name)
+
+    def load(name: str) -> None:
+        try:
+            table[name](CheckpointWeight(checkpoint, name, quantize))
+        except ValueError as error:
+            raise CheckpointError(f"{checkpoint.file_of(name)}: {name}: {error}") from error
+
+    sizes = {name: prod(checkpoint.shape(name)) * checkpoint.dtype(name).itemsize for name in table}
+    with (
+        tqdm(
+            total=sum(sizes.values()), desc="load", unit="B", unit_scale=True, disable=not progress, leave=False
+        ) as bar,
+        ThreadPoolExecutor(LOAD_THREADS) as pool,
+    ):
+        for names in by_file.values():
+            for name, _ in zip(names, pool.map(load, names), strict=True):
+                bar.update(sizes[name])
+            checkpoint.close()  # kept mapped, R1's files would take 1.3 GB of page tables in each process
 
 
 def weight_table(model: DeepseekModel) -> dict[str, Load]:
@@ -173,33 +199,6 @@ def moe_table(prefix: str, moe: MoE) -> dict[str, Load]:
     if moe.shared_experts is not None:
         table |= mlp_table(f"{prefix}.shared_experts", moe.shared_experts)
     return table
-
-
-def check_names(checkpoint: Checkpoint, needed: set[str], config: DeepseekConfig, say: Callable[[str], None]) -> None:
-    """Compare the tensors in the files with those the model needs.
-
-    Raises:
-        CheckpointError: a parameter that no file fills, or a tensor that the model does not know.
-    """
-    held = set(checkpoint.names())
-    missing = sorted(needed - held)
-    if missing:
-        raise CheckpointError(f"no file holds {shortened(missing)}; the checkpoint is incomplete")
-    first_mtp = config.num_hidden_layers
-    mtp = {f"model.layers.{first_mtp + i}." for i in range(max(config.num_nextn_predict_layers, 1))}
-    skipped = {name for name in held if any(name.startswith(prefix) for prefix in mtp)}
-    if skipped:
-        say(f"skipping layer {first_mtp} (multi-token prediction): {len(skipped)} tensors")
-    scales = {name + SCALE for name in needed if checkpoint.dtype(name) == torch.int8}
-    unknown = sorted(held - needed - skipped - scales)
-    if unknown:
-        raise CheckpointError(f"the files hold {shortened(unknown)}, which this model does not have")
-
-
-def shortened(names: list[str], most: int = 3) -> str:
-    """The first few names, and how many more there are."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
 
 
 class CheckpointWeight:

@@ -12,6 +12,7 @@ from moe_int8.numerics import MIN_AMAX
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max  # 448
 BLOCK = (128, 128)
+NAN_CODE = 0x7F  # and 0xFF; e4m3fn has no infinities
 
 
 def dequantize_block_fp8(
@@ -39,11 +40,26 @@ def dequantize_block_fp8(
             f"{rows}x{columns}, got {list(weight_scale_inv.shape)}"
         )
     check_tensor("weight_scale_inv", weight_scale_inv, ("N blocks", "K blocks"), torch.float32, device=weight.device)
-    w = weight.float()
+    w = torch.empty((N, K), dtype=torch.float32, device=weight.device)
     scale = weight_scale_inv.repeat_interleave(columns, dim=1)[:, :K]
     for i in range(len(scale)):  # a row of blocks at a time: no second array as large as the weight
-        w[i * rows : (i + 1) * rows] *= scale[i]
+        own = slice(i * rows, (i + 1) * rows)
+        torch.mul(fp8_to_float32(weight[own]), scale[i], out=w[own])
     return w
+
+
+def fp8_to_float32(codes: torch.Tensor) -> torch.Tensor:
+    """`codes.float()` for float8_e4m3fn, with the same bits and, on a CPU, ten times as fast.
+
+    Sign, exponent and mantissa are moved to where fp16 has them; its exponent counts from 15 and not from 7.
+    """
+    bits = codes.view(torch.int8).to(torch.int16)  # the sign fills the upper byte
+    half = bits.bitwise_left_shift_(7).bitwise_and_(~0x4000).view(torch.float16)
+    values = half.float().mul_(2**8)
+    magnitude = codes.view(torch.int8) & 0x7F
+    if values.numel() and magnitude.max() == NAN_CODE:
+        values.masked_fill_(magnitude == NAN_CODE, torch.nan)
+    return values
 
 
 def quantize_block_fp8(w: torch.Tensor, block: tuple[int, int] = BLOCK) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,9 +1,11 @@
 import json
+import os
 import pickle
 import shutil
 
 import pytest
 import torch
+from fuzzing import refused
 from official_layout import TINY, TINY_V2_LITE, write_official_checkpoint
 from safetensors.torch import load_file, save_file
 
@@ -138,6 +140,150 @@ def test_c45_a_truncated_shard_is_named(fp8, size):
         Checkpoint(fp8)
 
 
+def edit_header(path, change):
+    """Rewrite a shard with its header's text changed; the tensors' bytes stay."""
+    data = path.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header = change(data[8 : 8 + size])
+    path.write_bytes(len(header).to_bytes(8, "little") + header + data[8 + size :])
+
+
+def set_entry(name, **fields):
+    def change(header):
+        document = json.loads(header)
+        document[name] |= fields
+        return json.dumps(document).encode()
+
+    return change
+
+
+def twice(name):
+    def change(header):
+        entry = json.dumps(json.loads(header)[name]).encode()
+        return b'{"' + name.encode() + b'": ' + entry + b", " + header.lstrip()[1:]
+
+    return change
+
+
+def moved(name):
+    def change(header):
+        document = json.loads(header)
+        document[name]["data_offsets"] = [offset + 2 for offset in document[name]["data_offsets"]]
+        return json.dumps(document).encode()
+
+    return change
+
+
+HEAD = "lm_head.weight"  # [64, 160] bfloat16: 20,480 bytes
+HEADERS = {
+    "shape and offsets differ": (set_entry(HEAD, shape=[64, 161]), "is truncated or not a safetensors file"),
+    "a product beyond 64 bits": (set_entry(HEAD, shape=[2**40, 2**40]), "is truncated or not a safetensors file"),
+    "a tensor of 10^15 bytes": (
+        set_entry(HEAD, shape=[10**15], dtype="I8", data_offsets=[0, 10**15]),
+        "is truncated or not a safetensors file",
+    ),
+    "offsets behind the file": (set_entry(HEAD, data_offsets=[10**9, 10**9 + 20480]), "is truncated or not"),
+    "offsets the wrong way": (set_entry(HEAD, data_offsets=[20480, 0]), "is truncated or not a safetensors file"),
+    "a negative offset": (set_entry(HEAD, data_offsets=[-20480, 0]), "is truncated or not a safetensors file"),
+    "two tensors on the same bytes": (moved(HEAD), "is truncated or not a safetensors file"),
+    "the same name twice": (twice(HEAD), r"\(its header holds the key 'lm_head.weight' twice\)"),
+    "NaN": (set_entry(HEAD, shape=[float("nan")]), r"\(its header holds NaN, which is not JSON\)"),
+    "deeply nested": (lambda header: b'{"a": ' * 100_000, r"\(its header is nested too deeply\)"),
+    "a list": (lambda header: b"[1, 2]  ", r"\(its header must hold a JSON object, got list\)"),
+    "an entry that is a list": (
+        lambda header: json.dumps(json.loads(header) | {"a": ["I8", [1], [0, 1]]}).encode(),
+        "is truncated or not a safetensors file",
+    ),
+    "an unprintable name": (
+        lambda header: header.replace(b'"lm_head.weight"', b'"\\u001b[2J"'),
+        "its header holds the name .*, which is too long or cannot be printed",
+    ),
+    "an unknown dtype": (set_entry(HEAD, dtype="\x1b[2J" + "x" * 1000), "is truncated or not a safetensors file"),
+}
+
+
+@pytest.mark.parametrize("case", HEADERS)
+def test_a_header_that_lies_is_refused_by_file(fp8, case):
+    change, message = HEADERS[case]
+    name = Checkpoint(fp8).file_of(HEAD)
+    edit_header(fp8 / name, change)
+    assert refused(lambda: Checkpoint(fp8))  # asserts that the message is one line, and that no memory was taken
+    with pytest.raises(CheckpointError, match=f"{name} .*{message}|{name}: .*{message}"):
+        Checkpoint(fp8)
+
+
+@pytest.mark.parametrize("size", [(32 << 20) + 1, 10**8, 2**63, 2**64 - 1])
+def test_the_size_of_a_header_is_bounded_before_it_is_read(fp8, size):
+    shard = fp8 / "model-00002-of-000003.safetensors"
+    with shard.open("r+b") as stream:
+        stream.write(size.to_bytes(8, "little"))
+        stream.truncate(2 << 30)  # sparse: the file is as large as it says
+    assert refused(lambda: Checkpoint(fp8))
+    with pytest.raises(CheckpointError, match=rf"{shard.name} is truncated .*\(its header claims {size} bytes\)"):
+        Checkpoint(fp8)
+
+
+def test_a_tensor_larger_than_any_models_is_refused_though_the_file_holds_it(tmp_path):
+    write(tmp_path, int8_tensors())
+    header = json.dumps({HEAD: {"dtype": "I8", "shape": [2**33 + 1], "data_offsets": [0, 2**33 + 1]}}).encode()
+    with (tmp_path / "model.safetensors").open("wb") as stream:
+        stream.write(len(header).to_bytes(8, "little") + header)
+        stream.truncate(8 + len(header) + 2**33 + 1)  # sparse: takes no disk
+    assert refused(lambda: Checkpoint(tmp_path))
+    with pytest.raises(CheckpointError, match=f"model.safetensors: {HEAD} has {2**33 + 1} elements"):
+        Checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["a\nb", "\x1b[2J", "x" * 300])
+def test_an_index_with_names_that_cannot_be_printed_is_refused(fp8, name):
+    edit(fp8 / INDEX, lambda index: index["weight_map"].update({name: "model-00001-of-000003.safetensors"}))
+    assert refused(lambda: Checkpoint(fp8))
+    with pytest.raises(CheckpointError, match=f"{INDEX} holds the name .* too long or cannot be printed"):
+        Checkpoint(fp8)
+
+
+def test_what_is_no_plain_file_is_not_opened(fp8):
+    """A pipe would be waited for, for ever."""
+    shard = fp8 / "model-00002-of-000003.safetensors"
+    shard.unlink()
+    os.mkfifo(shard)
+    with pytest.raises(CheckpointError, match=f"{shard.name} is missing"):
+        Checkpoint(fp8)
+    shard.unlink()
+    shard.symlink_to(shard)
+    with pytest.raises(CheckpointError, match=f"{shard.name}' cannot be opened"):
+        Checkpoint(fp8)
+    shard.unlink()
+    shard.mkdir()
+    with pytest.raises(CheckpointError, match=f"{shard.name} is missing"):
+        Checkpoint(fp8)
+    for name in (INDEX, "config.json"):
+        (fp8 / name).unlink()
+        os.mkfifo(fp8 / name)
+        with pytest.raises(CheckpointError, match=f"{INDEX} is missing|has no config.json"):
+            Checkpoint(fp8)
+
+
+def test_a_shard_name_too_long_for_the_disk_is_refused(fp8):
+    edit(fp8 / INDEX, lambda index: index["weight_map"].update({HEAD: "x" * 5000 + ".safetensors"}))
+    assert refused(lambda: Checkpoint(fp8))
+
+
+@pytest.mark.parametrize("block", [[128], [128, 0], [128, 10**12], "128", [128, 128, 128], [True, 128], {"a": 1}])
+def test_blocks_of_absurd_size_are_refused(fp8, block):
+    edit(fp8 / "config.json", lambda config: config["quantization_config"].update(weight_block_size=block))
+    with pytest.raises(CheckpointError, match="weight_block_size must be two whole numbers from 1 to 1024"):
+        Checkpoint(fp8)
+
+
+def test_c54_files_split_for_a_number_of_ranks_are_named_as_such(fp8):
+    (fp8 / INDEX).unlink()
+    for rank, shard in enumerate(sorted(fp8.glob("*.safetensors"))):
+        shard.rename(fp8 / f"model{rank}-mp3.safetensors")
+    with pytest.raises(CheckpointError, match=r"was split for a number of ranks .* give the checkpoint as it was"):
+        Checkpoint(fp8)
+
+
 @pytest.mark.parametrize("name", ["../out.safetensors", "/tmp/out.safetensors", "a/b.safetensors", "a\0.safetensors"])
 def test_shard_names_that_leave_the_folder_are_refused(fp8, name):
     (fp8.parent / "out.safetensors").write_bytes((fp8 / "model-00001-of-000003.safetensors").read_bytes())
@@ -221,7 +367,7 @@ def test_other_architectures_are_refused_by_name(tmp_path, architecture, message
 
 def test_missing_and_broken_json_is_named(fp8):
     (fp8 / INDEX).write_text("{")
-    with pytest.raises(CheckpointError, match=rf"{INDEX} cannot be read as JSON"):
+    with pytest.raises(CheckpointError, match=rf"{INDEX} is no JSON"):
         Checkpoint(fp8)
     (fp8 / INDEX).write_text('{"weight_map": {"a": 1}}')
     with pytest.raises(CheckpointError, match=rf"{INDEX}: weight_map must map"):
@@ -261,6 +407,8 @@ WEIGHT, SCALE = f"{PROJECTION}.weight", f"{PROJECTION}.weight_scale"
         (int8_tensors(), INT8_CONFIG | {"config_groups": {"group_0": {}}}, "'int-quantized'"),
         (int8_tensors(), INT8_CONFIG | {"ignore": [PROJECTION]}, f"{WEIGHT} is INT8, though .* under ignore"),
         (int8_tensors(), INT8_CONFIG | {"ignore": ["re:("]}, r"ignore entry 're:\('"),
+        (int8_tensors(), INT8_CONFIG | {"ignore": 5}, "ignore must be a list of names, got 5"),
+        (broken(lambda t: t.update({SCALE: torch.ones(4, 1, dtype=torch.int64)})), None, "its scale .* torch.int64"),
         ({WEIGHT: torch.ones(4, 8).half()}, None, f"{WEIGHT} is stored as torch.float16"),
         ({WEIGHT: torch.ones(4, 8).to(torch.float8_e4m3fn)}, None, f"{WEIGHT} is FP8 without a {WEIGHT}_scale_inv"),
         (

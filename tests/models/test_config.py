@@ -263,6 +263,11 @@ def test_c24_groups_of_one_expert_have_no_best_two():
         ({"rope_scaling": {"type": "yarn", "factor": 2}}, "original_max_position_embeddings"),
         ({"rope_scaling": OLD_YARN | {"factor": -1}}, "factor .* got -1"),
         ({"rope_scaling": OLD_YARN | {"beta_fast": "32"}}, "beta_fast .* got '32'"),
+        ({"rope_scaling": OLD_YARN | {"beta_slow": 5e-324}}, "beta_slow .* got 5e-324"),
+        ({"rope_scaling": OLD_YARN | {"mscale": -0.1}}, "mscale must not be negative, got -0.1"),
+        ({"rope_scaling": OLD_YARN | {"mscale_all_dim": -5}}, "mscale_all_dim must not be negative, got -5"),
+        ({"hidden_size": "x" * 10_000}, r"hidden_size .* got 'x{20,40}\.\.\.x{20,40}'$"),
+        ({"architectures": ["\x1b[2J\n"]}, r"architecture '\\x1b\[2J\\n'"),
         ({"architectures": ["LlamaForCausalLM"]}, "architecture 'LlamaForCausalLM'"),
         ({"architectures": ["DeepseekV32ForCausalLM"]}, "V3.2, sparse attention"),
         ({"architectures": None}, "architecture None"),
@@ -312,7 +317,7 @@ def test_a_config_of_random_fields_raises_nothing_but_config_error(content):
         read(content | {"vocab_size": None})
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", "[" * 100_000, "\x00"])
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", "[" * 100_000, "\x00", '{"a": NaN}', '{"a": 1, "a": 2}'])
 def test_a_file_that_is_no_json_object_is_named(tmp_path, text):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ConfigError, match="config"):

@@ -564,7 +564,7 @@ def test_script_verifies_reports_and_says_what_is_next(official, tmp_path):
     assert done.returncode == 0, done.stderr
     assert "wrote 3 of 3 shards, 1.21MB -> 1.2" in done.stdout
     assert "experts.gate_proj                   8" in done.stdout
-    assert f"next: torchrun --nproc-per-node 8 scripts/generate.py --model {tmp_path / 'out'}" in done.stdout
+    assert f"next: python scripts/inspect_checkpoint.py {tmp_path / 'out'}" in done.stdout
     (tmp_path / "out" / STATE).unlink()  # as if converted elsewhere: --verify only reads
     before = contents(tmp_path / "out")
     again = run_script(official[0], tmp_path / "out", "--verify")
@@ -598,3 +598,18 @@ def test_script_help_has_defaults_and_an_example():
     assert done.returncode == 0
     assert "(default: compressed-tensors)" in done.stdout
     assert "python scripts/convert.py DeepSeek-R1 DeepSeek-R1-INT8" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "name, damage",
+    [("model.safetensors.index.json", "deleted"), ("config.json", "emptied"), ("tokenizer.json", "deleted")],
+)
+def test_a_finished_result_that_lost_a_small_file_is_completed_again(official, tmp_path, name, damage):
+    convert(official[0], tmp_path / "out", Settings())
+    before = contents(tmp_path / "out")
+    if damage == "deleted":
+        (tmp_path / "out" / name).unlink()
+    else:
+        (tmp_path / "out" / name).write_bytes(b"")
+    assert convert(official[0], tmp_path / "out", Settings()).written == 0  # no shard
+    assert contents(tmp_path / "out") == before

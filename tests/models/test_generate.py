@@ -177,6 +177,9 @@ def test_what_cannot_be_run_is_refused(model):
     for token in (-1, VOCAB):
         with pytest.raises(ValueError, match=rf"prompt 0 holds a token id outside 0\.\.{VOCAB - 1}"):
             generate(model, [[1, token]])
+    for prompt in (None, "ab", 5, ["a"], [1.0], [True], [[1]], {1: 2}):
+        with pytest.raises(ValueError, match="prompt 0 must be a sequence of whole numbers"):
+            generate(model, [prompt])
     for name in ("max_batch", "max_model_len", "prefill_chunk"):
         with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
             generate(model, [[1]], **{name: 0})

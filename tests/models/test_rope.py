@@ -95,3 +95,14 @@ def test_angles_stay_fp32_whatever_the_model_is_cast_to():
     with torch.device("meta"):
         made_on_meta = RotaryEmbedding(64, RopeConfig())
     assert torch.equal(made_on_meta.angles(torch.tensor([7]))[0], rotary.angles(torch.tensor([7]))[0])
+
+
+@pytest.mark.parametrize("theta", [1 + 2**-52, 1.5, 2.0**31])
+@pytest.mark.parametrize("beta_fast, beta_slow", [(0.0011, 0.0011), (2.0**31, 0.0011), (0.0011, 2.0**31)])
+@pytest.mark.parametrize("context", [1, 2**31 - 1])
+def test_absurd_yarn_parameters_give_finite_frequencies(theta, beta_fast, beta_slow, context):
+    """They come from config.json, which anyone can have written."""
+    rope = RopeConfig(theta, 2.0**31, context, beta_fast, beta_slow)
+    frequencies = inverse_frequencies(2048, rope)
+    assert frequencies.isfinite().all()
+    assert (frequencies <= 1).all()

@@ -2,11 +2,12 @@
 
 import json
 import math
+import re
 
 import pytest
 import torch
 
-from moe_int8.models.deepseek.sampling import Sampler, SamplingParams, argmax, sample
+from moe_int8.models.deepseek.sampling import MAX_TEMPERATURE, Sampler, SamplingParams, argmax, sample
 
 NAN, INF = math.nan, math.inf
 
@@ -183,10 +184,18 @@ def test_sampler_refuses_a_wrong_number_of_rows():
         ("top_p", 1.01),
         ("top_p", NAN),
         ("max_new_tokens", 0),
+        ("max_new_tokens", 2.5),
+        ("max_new_tokens", True),
+        ("temperature", 1e39),  # infinite in fp32
+        ("temperature", None),
+        ("top_p", True),
+        ("seed", 1.5),
+        ("ignore_eos", 1),
+        ("eos_token_ids", (1, None)),
     ],
 )
 def test_c78_params_out_of_range_name_the_field_and_the_value(field, value):
-    with pytest.raises(ValueError, match=rf"^{field} must be .*, got {value}$"):
+    with pytest.raises(ValueError, match=rf"^{field} must be .*, got {re.escape(str(value))}$"):
         SamplingParams(**{field: value})
 
 
@@ -219,3 +228,26 @@ def test_broken_generation_config_names_the_file(text, message, tmp_path):
     (tmp_path / "generation_config.json").write_text(text, encoding="utf-8")
     with pytest.raises(ValueError, match=rf"generation_config.json {message}"):
         SamplingParams.from_generation_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "config, field",
+    [
+        ({"temperature": "hot"}, "temperature"),
+        ({"temperature": [0.6]}, "temperature"),
+        ({"top_p": "0.9"}, "top_p"),
+        ({"eos_token_id": "1"}, "eos_token_ids"),
+        ({"eos_token_id": {"a": 1}}, "eos_token_ids"),
+        ({"eos_token_id": [1, [2]]}, "eos_token_ids"),
+    ],
+)
+def test_a_generation_config_of_wrong_types_names_the_field(config, field):
+    with pytest.raises(ValueError, match=f"^{field} must be"):
+        SamplingParams.from_generation_config(config)
+
+
+def test_the_largest_temperature_leaves_an_excluded_token_out(device):
+    """The logits are divided by it in fp32, where it must not become infinite: -inf / inf is NaN."""
+    params = SamplingParams(temperature=MAX_TEMPERATURE)
+    logits = torch.tensor([[3.0, -INF, 1.0, -INF]], device=device)
+    assert {Sampler([params])(logits, [0]).item() for _ in range(20)} <= {0, 2}

@@ -11,7 +11,15 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from moe_int8.models.deepseek.text import Detokenizer, StopStrings, encode_chat, encode_prompt, load_tokenizer
+from moe_int8.models.deepseek.text import (
+    MAX_STOP,
+    Detokenizer,
+    StopStrings,
+    encode_chat,
+    encode_prompt,
+    load_tokenizer,
+    read_prompts,
+)
 
 BOS, EOS = 0, 1
 TEMPLATE_WITH_BOS = "{{ bos_token }}{% for m in messages %}<｜User｜>{{ m['content'] }}{% endfor %}<｜Assistant｜>"
@@ -229,3 +237,75 @@ def test_c77_empty_stop_string_is_refused(stops):
 def test_single_string_as_stops_is_refused():
     with pytest.raises(ValueError, match="must be a sequence of strings, got the string 'END'"):
         StopStrings("END")
+
+
+def test_stop_strings_of_absurd_length_or_type_are_refused():
+    with pytest.raises(ValueError, match=f"stop strings may have {MAX_STOP} characters"):
+        StopStrings(["x" * (MAX_STOP + 1)])
+    StopStrings(["x" * MAX_STOP])
+    for stops in (None, 5, [None], [b"a"], {"a": 1}, [["a"]]):
+        with pytest.raises(ValueError, match="stop strings must not be empty, got"):
+            StopStrings(stops)
+
+
+@pytest.mark.parametrize(
+    "messages, message",
+    [
+        (["hi"], r"message 0 must be \{.*\}, got 'hi'"),
+        ([{"role": "user", "content": "hi"}, {"role": "user"}], "the content of message 1 must be a string, got None"),
+        ([{"role": 5, "content": "hi"}], "the role of message 0 must be a string, got 5"),
+        ([{"role": "user", "content": ["hi"]}], "the content of message 0 must be a string, got"),
+        ([{"role": "user", "content": "\ud83d"}], "the content of message 0 is no valid Unicode text"),
+    ],
+)
+def test_messages_of_a_wrong_form_are_named(messages, message, tokenizer):
+    with pytest.raises(ValueError, match=message):
+        encode_chat(tokenizer, messages)
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ messages[5].content }}{{ none + 1 }}", "{{ 1 / 0 }}", "{% for", "{{ x.y.z }}"]
+)
+def test_whatever_a_template_raises_is_one_clear_line(template, own_template):
+    own_template.chat_template = template
+    with pytest.raises(ValueError, match=r"^the chat template refuses the messages: .+$") as error:
+        encode_chat(own_template, [{"role": "user", "content": "hi"}])
+    assert str(error.value).isprintable()
+
+
+@pytest.mark.parametrize(
+    "text, got", [(None, "a string, got None"), (b"a", "a string"), ("a\ud800", "no valid Unicode")]
+)
+def test_a_prompt_that_is_no_text_is_refused(text, got, tokenizer):
+    with pytest.raises(ValueError, match=f"^the prompt .*{got}"):
+        encode_prompt(tokenizer, text)
+
+
+def test_prompts_are_the_lines_of_a_file(tmp_path):
+    text = "one \n\n two\u2028still two\x85\r\n   \nthree"  # only \n and \r\n end a line
+    (tmp_path / "p.txt").write_bytes(text.encode())
+    assert read_prompts(tmp_path / "p.txt") == ["one ", " two\u2028still two\x85", "three"]
+    lines = [json.dumps({"prompt": "a\u2028b\n", "id": 1}, ensure_ascii=False), "", '{"prompt": "c"}', ""]
+    (tmp_path / "p.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    assert read_prompts(tmp_path / "p.jsonl") == ["a\u2028b\n", "c"]
+
+
+@pytest.mark.parametrize(
+    "name, content, message",
+    [
+        ("p.txt", b"\xff", r"p\.txt is no UTF-8 text"),
+        ("p.txt", b" \n\n", r"p\.txt holds no prompts"),
+        ("p.jsonl", b"", r"p\.jsonl holds no prompts"),
+        ("p.jsonl", b'{"prompt": "a"}\n{', r'p\.jsonl, line 2 is no JSON: .*; expected \{"prompt": "\.\.\."\}$'),
+        ("p.jsonl", b"\n\n[]", "line 3 must hold a JSON object, got list"),
+        ("p.jsonl", b'{"text": "a"}', "line 1: the prompt must be a string, got None"),
+        ("p.jsonl", b'{"prompt": 5}', "line 1: the prompt must be a string, got 5"),
+        ("p.jsonl", b'{"prompt": "\\ud800"}', "line 1: the prompt is no valid Unicode text"),
+        ("p.jsonl", b'{"prompt": ' + b"[" * 100_000, "line 1 is nested too deeply"),
+    ],
+    ids=range(9),
+)
+def test_a_file_without_prompts_names_the_line(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        read_prompts(tmp_path / name)

@@ -1,6 +1,8 @@
 """Loading: every format that is read, what is refused and how, and that a rank reads its own part and no more."""
 
+import gc
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -257,7 +259,7 @@ def test_a_missing_correction_bias_is_named(folders, tmp_path):
     "name, source",
     [
         (f"{ATTENTION}.sinks", "fp32"),
-        (f"{ATTENTION}.q_proj.weight", "int8"),
+        (f"{ATTENTION}.q_proj.weight", "fp32"),
         (f"{ATTENTION}.o_proj.bias", "int8"),
         (f"{ATTENTION}.o_proj.weight_zero_point", "int8"),
         (f"{ATTENTION}.o_proj.weight_scale", "fp32"),  # the scale of a weight that is not int8
@@ -359,14 +361,13 @@ def test_modules_of_the_ignore_list_load_as_bf16_and_the_rest_as_int8(folders, t
     assert whole_logits(model, random_tokens(5)).isfinite().all()
 
 
-def test_one_unquantized_expert_among_int8_ones_is_named(folders, tmp_path):
-    name = f"{EXPERTS}.3.up_proj.weight"
-
+@pytest.mark.parametrize("name", [f"{EXPERTS}.3.up_proj.weight", f"{ATTENTION}.o_proj.weight"])
+def test_c49_an_unquantized_projection_among_int8_ones_is_named(folders, tmp_path, name):
     def change(tensors):
         tensors[name] = tensors[name].bfloat16()
         del tensors[f"{name}_scale"]
 
-    with pytest.raises(CheckpointError, match=rf"{name}: int8 with a weight_scale is needed"):
+    with pytest.raises(CheckpointError, match=rf"{name} is torch.bfloat16 in an INT8 checkpoint .* under ignore"):
         load_model(changed(folders / "int8", tmp_path / "mixed", change))
 
 
@@ -437,3 +438,41 @@ def test_the_index_of_several_shards_is_followed(folders, tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     (tmp_path / "config.json").write_text((folders / "int8" / "config.json").read_text())
     assert_same_parameters(load_model(tmp_path), load_model(folders / "int8"))
+
+
+def test_c54_one_checkpoint_loads_at_every_size_without_being_prepared(folders):
+    for size in (1, 2, 4):
+        ranks = [load_model(folders / "int8", Groups(tp=Group(rank, size))) for rank in range(size)]
+        assert sum(rank.layers[1].self_attn.o_proj.weight.shape[1] for rank in ranks) == 4 * 20  # heads * v_head_dim
+        whole = torch.cat([rank.layers[1].self_attn.o_proj.weight for rank in ranks], dim=1)
+        assert torch.equal(
+            whole, load_file(folders / "int8" / "model.safetensors")["model.layers.1.self_attn.o_proj.weight"]
+        )
+
+
+def test_c53_loading_holds_no_shards_beside_the_weights(tmp_path):
+    """8 shards of 13 MB, of which rank 0 of 4 keeps 26 MB; four shards more are allowed, as for the converter."""
+    sizes = {"hidden_size": 512, "moe_intermediate_size": 512, "n_routed_experts": 8, "num_attention_heads": 4}
+    layers = {"num_hidden_layers": 8, "first_k_dense_replace": 0, "num_nextn_predict_layers": 0}
+    write_official_checkpoint(tmp_path, TINY | sizes | layers, fp8=False, shards=8)
+    shard = max(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
+
+    def taken() -> int:  # mapped files are the kernel's to drop, and do not count
+        return int(Path("/proc/self/status").read_text().split("RssAnon:")[1].split()[0]) * 1024
+
+    gc.collect()
+    peak = before = taken()
+    ended = threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not ended.wait(0.002):
+            peak = max(peak, taken())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    model = load_model(tmp_path, Groups(tp=Group(0, 4)), say=quiet)
+    ended.set()
+    watcher.join()
+    assert model.weight_bytes() > 1.5 * shard  # else the bound would say nothing
+    assert peak - before < model.weight_bytes() + 4 * shard
