@@ -32,10 +32,12 @@ class Completion:
     Attributes:
         tokens: generated ids; if the model ended the text itself, the last one is its end token.
         finish_reason: "stop" (end token or stop string) or "length" (max_new_tokens or the context's end).
+        token_times: when each token was there, in seconds of `time.perf_counter`.
     """
 
     tokens: list[int]
     finish_reason: str
+    token_times: list[float] = field(default_factory=list, compare=False)
 
 
 @dataclass
@@ -66,6 +68,7 @@ class _Running:
     prompt_length: int
     blocks: list[int]
     cached: int = 0
+    token_times: list[float] = field(default_factory=list)
 
 
 @dataclass
@@ -245,16 +248,19 @@ class Generator:
             ]
             news = torch.tensor([tokens, ends], dtype=torch.int64, device=self.device)
         tokens, ends = self.model.group.broadcast(news).tolist()  # also waits for the device, so the times are true
+        now = time.perf_counter()
         if min(tokens) < 0:
             raise FloatingPointError("the model's logits are not numbers: the weights or their scales are broken")
         still = []
         for sequence, token, end in zip(sequences, tokens, ends, strict=True):
             sequence.tokens.append(token)
+            sequence.token_times.append(now)
             if end == RUNNING:
                 still.append(sequence)
                 continue
             self.cache.give_back(sequence.blocks)
-            done[sequence.index] = Completion(sequence.tokens[sequence.prompt_length :], FINISH_REASONS[end])
+            generated = sequence.tokens[sequence.prompt_length :]
+            done[sequence.index] = Completion(generated, FINISH_REASONS[end], sequence.token_times)
         return still
 
     def _end(self, sequence: _Running, token: int, sampler: Sampler, watch: Watch | None) -> int:

@@ -34,19 +34,11 @@ def planned_tensors(source: Checkpoint, file: str, to: str) -> dict[str, tuple[t
     return plan
 
 
-def read_weight(source: Checkpoint, name: str) -> torch.Tensor:
-    """A source weight: FP8 as the fp32 values it stands for, everything else as stored.
-
-    The scale of an FP8 weight may live in another shard.
-    """
-    weight = source.tensor(name)
-    if weight.dtype is not FP8:
-        return weight
-    return dequantize_block_fp8(weight, source.tensor(f"{name}_scale_inv"), source.block)
-
-
 def read_rows(source: Checkpoint, name: str) -> Iterator[torch.Tensor]:
-    """`read_weight` a few rows at a time, of a size that stays in the cache on its way through a conversion."""
+    """A source weight, FP8 as the fp32 values it stands for, everything else as stored; a few rows at a time.
+
+    What is done to so few stays in the cache. The scale of an FP8 weight may live in another shard.
+    """
     weight = source.tensor(name)
     if weight.ndim != 2 or not weight.numel():
         yield weight

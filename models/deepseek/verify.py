@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from moe_int8.models.deepseek.checkpoint import Checkpoint, CheckpointError, projection_kind
-from moe_int8.models.deepseek.shards import for_each_shard, planned_tensors, read_weight
+from moe_int8.models.deepseek.shards import for_each_shard, planned_tensors, read_rows
 from moe_int8.numerics import MIN_AMAX
 
 CARRIED = "carried over"
@@ -28,7 +28,7 @@ class Errors:
     worst: str
 
     def __add__(self, other: "Errors") -> "Errors":
-        worse = max(self, other, key=lambda errors: errors.largest)
+        worse = max(self, other, key=lambda errors: (errors.largest, errors.worst))  # the same in any order of shards
         return Errors(self.tensors + other.tensors, worse.largest, worse.bound, worse.worst)
 
 
@@ -83,15 +83,26 @@ def _verify_shard(source: Checkpoint, result: Checkpoint, file: str) -> dict[str
 
 
 def _error(source: Checkpoint, result: Checkpoint, name: str) -> Errors:
-    weight, stored = read_weight(source, name), result.tensor(name)
-    if source.dtype(name) is stored.dtype:
-        return Errors(1, 0.0 if torch.equal(weight, stored) else math.inf, 0.0, name)
-    weight, value = weight.float(), stored.float()
-    if stored.dtype is torch.int8:
-        value *= result.tensor(f"{name}_scale").float().view(-1, 1)
+    stored = torch.atleast_1d(result.tensor(name))
+    carried = source.dtype(name) is stored.dtype
+    scale = result.tensor(f"{name}_scale").float().view(-1, 1) if stored.dtype is torch.int8 else None
+    largest, done = 0.0, 0
+    for weight in map(torch.atleast_1d, read_rows(source, name)):
+        own = slice(done, done + len(weight))
+        done = own.stop
+        if carried:
+            largest = largest if torch.equal(weight, stored[own]) else math.inf
+        else:
+            value = stored[own].float()
+            largest = max(largest, _relative_error(weight.float(), value if scale is None else value * scale[own]))
+    return Errors(1, largest, 0.0 if carried else BOUNDS[stored.dtype], name)
+
+
+def _relative_error(weight: torch.Tensor, value: torch.Tensor) -> float:
+    """The largest difference, relative to the largest value of its row; infinite if there is a NaN."""
     amax = weight.abs().amax(dim=-1, keepdim=True).clamp_min(MIN_AMAX)
-    largest = ((value - weight).abs_() / amax).amax().item()
-    return Errors(1, math.inf if math.isnan(largest) else largest, BOUNDS[stored.dtype], name)
+    error = ((value - weight).abs_() / amax).amax().item()
+    return math.inf if math.isnan(error) else error
 
 
 def _add(errors: dict[str, Errors], found: dict[str, Errors]) -> None:

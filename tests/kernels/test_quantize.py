@@ -3,6 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moe_int8 import quantize
 from moe_int8.quantize import dequantize, quantize_per_channel, quantize_per_token, quantize_per_token_ref
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -49,6 +50,17 @@ def test_c28_non_finite_row_shows_and_touches_no_other(bad, device):
     assert not scale[0].isfinite()
     assert not dequantize(q, scale)[0].isfinite().any()
     assert torch.equal(scale[1:], quantize_per_token(x[1:])[1])
+
+
+@pytest.mark.parametrize("M", [1, 3, 4, 10])  # three rows are worked on at a time
+def test_a_large_input_has_the_same_bits_as_a_small_one(M, monkeypatch):
+    monkeypatch.setattr(quantize, "CPU_CHUNK", 3 * 100)
+    x = torch.randn(M, 100)
+    x[-1, 2] = float("inf")
+    q, scale = quantize_per_token(x)
+    q_ref, scale_ref = quantize_per_token_ref(x)
+    assert torch.equal(q, q_ref)
+    assert torch.equal(scale, scale_ref)
 
 
 def test_c31_error_is_at_most_half_a_step_and_every_row_uses_all_codes(device):

@@ -18,10 +18,11 @@ from safetensors.torch import load_file, save_file
 
 from moe_int8.dispatch import INTERPRETED
 from moe_int8.models.deepseek import convert as converter
+from moe_int8.models.deepseek import shards
 from moe_int8.models.deepseek.checkpoint import INDEX, Checkpoint, CheckpointError, projection_kind
 from moe_int8.models.deepseek.convert import STATE, Settings, convert
 from moe_int8.models.deepseek.shards import for_each_shard
-from moe_int8.models.deepseek.verify import CARRIED, verify
+from moe_int8.models.deepseek.verify import CARRIED, Errors, verify
 from moe_int8.quantization.block_fp8 import FP8, quantize_block_fp8
 from moe_int8.quantize import quantize_per_channel
 
@@ -498,6 +499,29 @@ def fails_or_leaves_a_mark(folder, file):
     (folder / file).touch()
 
 
+@pytest.mark.parametrize("values", [1, 300, 2000])  # a row at a time, or a few: no block has a whole number of pieces
+def test_pieces_of_any_size_give_the_same_bytes(official, converted, tmp_path, monkeypatch, values):
+    monkeypatch.setattr(shards, "CPU_CHUNK", values)
+    convert(official[0], tmp_path / "out", Settings())
+    assert contents(tmp_path / "out") == contents(converted)
+    errors = verify(official[0], converted)
+    monkeypatch.undo()
+    assert errors == verify(official[0], converted)
+
+
+def test_one_thread_works_and_the_callers_number_comes_back(official, monkeypatch):
+    """Steps of 50 microseconds that two threads share take ten times as long on a machine that has other work."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
+    calls: list[object] = []
+    monkeypatch.setattr(torch, "set_num_threads", calls.append)
+    source = Checkpoint(official[0])
+    list(for_each_shard(calls.append, source, source.files()[:2], workers=1))
+    assert calls == [1, *source.files()[:2], 7]
+    with pytest.raises(CheckpointError, match="is bad"):
+        list(for_each_shard(partial(fails_or_leaves_a_mark, Path()), source, source.files(), workers=1))
+    assert calls[-1] == 7
+
+
 def test_a_killed_worker_is_reported(official):
     source = Checkpoint(official[0])
     with pytest.raises(CheckpointError, match="worker process was killed"):
@@ -522,6 +546,11 @@ def test_verify_bounds_every_kind_of_tensor(official, converted):
             assert 0.45 / 127 < e.largest <= e.bound == 0.5 / 127 * 1.001  # rounding errors do come near half a step
 
 
+def test_the_worst_of_equal_errors_does_not_depend_on_which_shard_ends_first():
+    one, other = Errors(1, 0.0, 0.0, "a"), Errors(2, 0.0, 0.0, "b")
+    assert one + other == other + one == Errors(3, 0.0, 0.0, "b")
+
+
 def test_verify_with_two_workers_agrees(official, converted):
     assert verify(official[0], converted, workers=2) == verify(official[0], converted)
 
@@ -533,10 +562,12 @@ def test_verify_with_two_workers_agrees(official, converted):
         (f"{ROW}_scale", lambda t: t * 1.02, "o_proj"),
         (f"{ROW}_scale", lambda t: t.index_fill(0, torch.tensor([3]), torch.nan), "o_proj"),
         ("model.norm.weight", lambda t: t * 2, CARRIED),
+        ("lm_head.weight", lambda t: t.index_fill(0, torch.tensor([0]), 3.0), CARRIED),
     ],
-    ids=["one code off", "scale 2 % off", "NaN scale", "norm doubled"],
+    ids=["one code off", "scale 2 % off", "NaN scale", "norm doubled", "first row of a large tensor"],
 )
-def test_verify_finds_what_rounding_does_not_explain(official, converted, tmp_path, capsys, name, change, kind):
+def test_verify_finds_what_rounding_does_not_explain(official, converted, tmp_path, monkeypatch, name, change, kind):
+    monkeypatch.setattr(shards, "CPU_CHUNK", 500)  # what is right further on does not hide it
     out = shutil.copytree(converted, tmp_path / "out")
     file = out / Checkpoint(out).file_of(name)
     tensors = load_file(file)

@@ -4,6 +4,7 @@ import gc
 import json
 import threading
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -448,6 +449,73 @@ def test_c54_one_checkpoint_loads_at_every_size_without_being_prepared(folders):
         assert torch.equal(
             whole, load_file(folders / "int8" / "model.safetensors")["model.layers.1.self_attn.o_proj.weight"]
         )
+
+
+class RecordingBar:
+    """In place of tqdm."""
+
+    bars: ClassVar[list["RecordingBar"]] = []
+
+    def __init__(self, **options):
+        self.options, self.done = options, 0
+        self.bars.append(self)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        pass
+
+    def update(self, size):
+        self.done += size
+
+
+def test_progress_is_in_bytes_and_only_on_rank_0(folders, monkeypatch):
+    monkeypatch.setattr(weights, "tqdm", RecordingBar)
+    monkeypatch.setattr(RecordingBar, "bars", [])
+    for rank in (0, 1):
+        load_model(folders / "int8", Groups(tp=Group(rank, 2)))
+    stored = load_file(folders / "int8" / "model.safetensors")
+    size = sum(tensor.nbytes for name, tensor in stored.items() if not name.endswith("_scale"))
+    for bar in RecordingBar.bars:
+        assert (bar.options["total"], bar.options["unit"], bar.done) == (size, "B", size)
+    assert [bar.options["disable"] for bar in RecordingBar.bars] == [False, True]
+
+
+def test_no_file_stays_mapped_and_few_are_at_a_time(tmp_path):
+    """Mapped whole, R1's files would take 1.3 GB of page tables in every process."""
+    write_official_checkpoint(tmp_path, TINY, fp8=False, shards=6)
+    files = open_model(tmp_path)
+    mapped: set[int] = set()
+    slice_of = files.checkpoint.slice
+
+    def spy(name):
+        mapped.add(len(files.checkpoint._handles))
+        return slice_of(name)
+
+    files.checkpoint.slice = spy
+    load_model(files, say=quiet)
+    assert files.checkpoint._handles == {}
+    assert max(mapped) <= 1  # these weights have no scales in other files
+
+
+def test_after_an_error_the_rest_is_not_read(folders, tmp_path, monkeypatch):
+    def change(tensors):
+        tensors["model.layers.0.mlp.down_proj.weight_scale"][0] = float("nan")
+
+    folder = changed(folders / "int8", tmp_path / "broken", change)
+    read: list[str] = []
+
+    class Spy(weights.CheckpointWeight):
+        def __init__(self, checkpoint, name, quantize):
+            read.append(name)
+            super().__init__(checkpoint, name, quantize)
+
+    monkeypatch.setattr(weights, "CheckpointWeight", Spy)
+    monkeypatch.setattr(weights, "LOAD_THREADS", 1)
+    with pytest.raises(CheckpointError, match=r"model\.layers\.0\.mlp\.down_proj\.weight_scale has values"):
+        load_model(folder)
+    assert len(read) < len(weights.weight_table(load_model(folders / "fp32"))) / 2
 
 
 def test_c53_loading_holds_no_shards_beside_the_weights(tmp_path):

@@ -1,7 +1,15 @@
 import pytest
 import torch
 
-from moe_int8.quantization.block_fp8 import dequantize_block_fp8, quantize_block_fp8
+from moe_int8.quantization.block_fp8 import dequantize_block_fp8, fp8_to_float32, quantize_block_fp8
+
+
+def test_every_code_becomes_the_float_that_torch_makes_of_it():
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    for part in (codes, codes[:127], codes[:0], codes.view(2, 128)[:, 3:7]):  # with and without NaN, none, a view
+        values, expected = fp8_to_float32(part), part.float()
+        assert torch.equal(values.isnan(), expected.isnan())
+        assert torch.equal(values.nan_to_num().view(torch.int32), expected.nan_to_num().view(torch.int32))
 
 
 def test_c29_each_block_is_multiplied_by_its_own_scale():
