@@ -58,6 +58,7 @@ lint: install
 	@rm -rf .mypy_cache/tree && mkdir -p .mypy_cache/tree/moe_int8
 	@ln -s $(CURDIR)/moe_int8/* $(addprefix $(CURDIR)/,models parallel serving evals) .mypy_cache/tree/moe_int8/
 	MYPYPATH=.mypy_cache/tree $(PYTHON) -m mypy -p moe_int8
+	MYPYPATH=.mypy_cache/tree:scripts $(PYTHON) -m mypy scripts/*.py
 
 clean:
 	rm -rf build dist demo *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -21,8 +21,9 @@ from results import write_results
 from safetensors.torch import save_file
 from torch import nn
 
-from moe_int8.models.deepseek.checkpoint import CONFIG, INDEX, projection_kind
+from moe_int8.models.deepseek.checkpoint import CONFIG, INDEX
 from moe_int8.models.deepseek.config import DeepseekConfig
+from moe_int8.models.deepseek.formats import projection_kind
 from moe_int8.models.deepseek.layout import tensor_shapes
 from moe_int8.models.deepseek.model import DeepseekModel
 from moe_int8.models.deepseek.published import R1
@@ -32,7 +33,7 @@ from moe_int8.parallel.launch import ArgumentParser, first_rank, one_line_errors
 from moe_int8.parallel.meeting import local_rank
 
 GB = 1e9
-R1_INT8_BYTES = 671e9
+R1_INT8_BYTES = 674e9  # what is loaded of it: all but layer 61
 RAW_BYTES = 8 * 2**30  # enough of the files to know the disk
 SHARD_BYTES = 2 * 2**30
 CUT = {"first_k_dense_replace": 1, "num_nextn_predict_layers": 0}  # of R1 in the synthetic checkpoint

@@ -13,7 +13,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from moe_int8.models.deepseek.checkpoint import CONFIG, CheckpointError
-from moe_int8.models.deepseek.convert import CONFIG_STYLES, STATE, TARGETS, Settings, convert
+from moe_int8.models.deepseek.convert import CONFIG_STYLES, TARGETS, Settings, convert
 from moe_int8.models.deepseek.verify import table, verify
 from moe_int8.parallel.launch import ArgumentParser, first_rank, one_line_errors
 
@@ -30,7 +30,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="how config.json describes INT8; w8a8_int8 is SGLang's own",
     )
     parser.add_argument("--workers", type=int, default=1, metavar="N", help="processes, each with a shard at a time")
-    parser.add_argument("--verify", action="store_true", help="compare result and source, also where converted before")
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="compare source and result, which is only read if it is there",
+    )
     args = parser.parse_args(argv)
     if args.workers < 1:
         parser.error(f"--workers must be 1 or more, got {args.workers}")
@@ -41,8 +45,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def run(args: argparse.Namespace) -> None:
     start = time.monotonic()
-    made_elsewhere = (args.result / CONFIG).exists() and not (args.result / STATE).exists()
-    if not (args.verify and made_elsewhere):
+    if not (args.verify and (args.result / CONFIG).exists()):  # config.json is written last
         done = convert(args.source, args.result, Settings(args.to, args.config_style), args.workers)
         sizes = " -> ".join(f"{tqdm.format_sizeof(size)}B" for size in (done.source_bytes, done.result_bytes))
         print(f"{args.result}: wrote {done.written} of {done.shards} shards, {sizes}, {time.monotonic() - start:.0f} s")

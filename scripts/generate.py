@@ -181,8 +181,9 @@ def run(args: argparse.Namespace) -> None:
         args.model, **overrides, stop=tuple(args.stop or ()), ignore_eos=args.ignore_eos
     )
     tokenizer = load_tokenizer(args.model) if first else None
-    texts, prompts = [], []
-    if first and not args.chat:
+    texts: list[str] = []
+    prompts: list[list[int]] = []
+    if tokenizer is not None and not args.chat:
         texts = args.prompt if args.prompts_file is None else read_prompts(args.prompts_file)
         system = [{"role": "system", "content": args.system}] if args.system else []
         prompts = [

@@ -1,5 +1,7 @@
 """Say what a checkpoint folder is: its format, its sizes, the memory it takes on each GPU, and what to run next.
 
+Before a download, config.json and model.safetensors.index.json alone are enough.
+
 Example:
   python scripts/inspect_checkpoint.py DeepSeek-R1-INT8
 """
@@ -13,9 +15,9 @@ from typing import Any
 import torch
 
 from moe_int8.models.deepseek.cache import LatentCache
-from moe_int8.models.deepseek.checkpoint import Checkpoint
+from moe_int8.models.deepseek.checkpoint import Checkpoint, Index
 from moe_int8.models.deepseek.config import DeepseekConfig
-from moe_int8.models.deepseek.layout import check_fits
+from moe_int8.models.deepseek.layout import check_fits, check_named
 from moe_int8.models.deepseek.memory import GB, weight_bytes
 from moe_int8.models.deepseek.precision import Precision
 from moe_int8.parallel import legal_tp_sizes
@@ -41,18 +43,17 @@ class Form:
     precision: Precision
 
 
-def forms_of(checkpoint: Checkpoint) -> list[Form]:
-    """How the checkpoint can be run: as it is, or (FP8) after conversion."""
+def forms_of(index: Index, form: str) -> list[Form]:
+    """How a checkpoint in the format `form` can be run: as it is, or (FP8) after conversion."""
     bf16 = Form("BF16", Precision(torch.bfloat16, lambda name: False))
-    if checkpoint.format == "int8":
-        return [Form("INT8", Precision(torch.bfloat16, checkpoint.is_quantized)), bf16]
+    if form == "int8":
+        return [Form("INT8", Precision(torch.bfloat16, index.is_quantized)), bf16]
     return [Form("INT8", Precision(torch.bfloat16, lambda name: True)), bf16]
 
 
-def next_step(checkpoint: Checkpoint, weight_bytes_of: dict[int, int]) -> str:
+def next_step(folder: Path, form: str, weight_bytes_of: dict[int, int]) -> str:
     """The command that a user most likely wants now: convert, or generate on the fewest 80 GB cards that hold it."""
-    folder = checkpoint.folder
-    if checkpoint.format != "int8":
+    if form != "int8":
         return f"python scripts/convert.py {folder} {folder}-INT8"
     tp_size = next((tp for tp, size in weight_bytes_of.items() if size <= ROOM_FOR_WEIGHTS), max(weight_bytes_of))
     generate = f'scripts/generate.py --model {folder} --prompt "Hello"'
@@ -67,19 +68,24 @@ def next_step(checkpoint: Checkpoint, weight_bytes_of: dict[int, int]) -> str:
 def inspect(folder: Path) -> dict[str, Any]:
     """Everything there is to say, as it goes into --json."""
     config = DeepseekConfig.from_folder(folder)
-    checkpoint = Checkpoint(folder)
-    check_fits(checkpoint, config)
+    index = Index(folder)
+    complete = index.has_shards()
+    if complete:
+        index = checkpoint = Checkpoint(folder)
+        check_fits(checkpoint, config)
+        form = checkpoint.format
+    else:
+        check_named(index, config)
+        form = index.named_format()
     sizes = legal_tp_sizes(config.sharded_dimensions())
-    weights = {
-        form.name: {tp: weight_bytes(config, form.precision, tp) for tp in sizes} for form in forms_of(checkpoint)
-    }
+    weights = {way.name: {tp: weight_bytes(config, way.precision, tp) for tp in sizes} for way in forms_of(index, form)}
     return {
         "folder": str(folder),
-        "format": checkpoint.format,
+        "format": form,
         "architecture": config.architecture,
-        "files": len(checkpoint.files()),
-        "bytes": sum(checkpoint.path(file).stat().st_size for file in checkpoint.files()),
-        "tensors": len(checkpoint.names()),
+        "files": len(index.files()),
+        "bytes": sum(index.path(file).stat().st_size for file in index.files()) if complete else None,
+        "tensors": len(index.names()),
         "layers": config.num_hidden_layers,
         "dense_layers": config.first_k_dense_replace,
         "mtp_layers": config.num_nextn_predict_layers,
@@ -91,15 +97,16 @@ def inspect(folder: Path) -> dict[str, Any]:
         "context": config.max_position_embeddings,
         "cache_bytes_per_token": LatentCache.bytes_per_token(config, torch.bfloat16),
         "weight_bytes_per_rank": weights,
-        "next": next_step(checkpoint, weights["INT8"]),
+        "next": next_step(folder, form, weights["INT8"]),
     }
 
 
 def show(facts: dict[str, Any]) -> None:
     """Print the facts for a person."""
+    size = "none is here" if facts["bytes"] is None else f"{facts['bytes'] / GB:.3f} GB"
     print(
         f"{facts['folder']}: {facts['architecture']}, {facts['format'].upper()}, "
-        f"{facts['bytes'] / GB:.3f} GB in {facts['files']} files, {facts['tensors']} tensors"
+        f"{facts['tensors']} tensors in {facts['files']} files ({size})"
     )
     print(
         f"{facts['layers']} layers ({facts['dense_layers']} dense, {facts['mtp_layers']} more for multi-token "
@@ -115,7 +122,7 @@ def show(facts: dict[str, Any]) -> None:
     for tp in facts["weight_bytes_per_rank"][names[0]]:
         cells = (facts["weight_bytes_per_rank"][name][tp] / GB for name in names)
         print(f"  {tp:2d} " + "".join(f"{cell:10.3f}" for cell in cells))
-    print(f"next: {facts['next']}")
+    print(f"next: {'download the files, then ' if facts['bytes'] is None else ''}{facts['next']}")
 
 
 def main(argv: list[str] | None = None) -> None:

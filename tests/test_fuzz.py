@@ -4,12 +4,10 @@ The normal run takes 1,600 inputs, always the same; `make fuzz` 100,000 random o
 were refused.
 """
 
-import importlib.util
 import itertools
 import json
 import os
 import shutil
-import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +19,7 @@ from fuzzing import INTEGERS, SCALARS, TEXTS, VALUES, changed_json, changed_shar
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from official_layout import TINY, write_official_checkpoint
+from ranks import load_script
 
 from moe_int8.models.deepseek.checkpoint import CONFIG, INDEX
 from moe_int8.models.deepseek.convert import Settings, convert
@@ -123,15 +122,6 @@ def generator(originals) -> Generator:
     return Generator(load_model(originals["int8"]), max_batch=2, max_model_len=64)
 
 
-def load_script(name: str):
-    path = Path(__file__).parents[1] / "scripts" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(f"fuzz_{name}", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
 inspect = load_script("inspect_checkpoint").inspect
 
 
@@ -199,10 +189,21 @@ def test_index(form, data, folders, originals):
 
 
 @pytest.mark.parametrize("form", ["int8", "fp8"])
-@fuzz(12, data=st.data())
+@fuzz(10, data=st.data())
 def test_shard(form, data, folders, originals):
     content = data.draw(changed_shard((originals[form] / SHARD).read_bytes()))
     count(f"shard, {form}", answer_to(folders, originals, form, SHARD, content))
+
+
+@fuzz(4, data=st.data(), file=st.sampled_from([CONFIG, INDEX]))
+def test_before_the_download(data, file, originals, tmp_path_factory):
+    """config.json and index alone, as inspect_checkpoint.py takes them."""
+    folder = tmp_path_factory.mktemp("described")
+    for name in (CONFIG, INDEX):
+        (folder / name).write_bytes((originals["int8"] / name).read_bytes())
+    (folder / file).write_bytes(data.draw(changed_json(read(folder / file), INTEGERS | VALUES)))
+    count("no shards", refused(lambda: inspect(folder)))
+    shutil.rmtree(folder)
 
 
 @fuzz(6, data=st.data())

@@ -3,19 +3,15 @@
 Each source shard becomes one shard of the same name, written tensor by tensor, so that memory holds a few tensors and
 never the model. FP8 blocks go to INT8 in fp32, with no bf16 in between, on any CPU.
 
-Nothing incomplete ever looks complete: a shard is written under a temporary name and renamed once it is on disk, and
-the index and config.json come last. A state file remembers the source and the settings, so that the same command
-continues an interrupted run, and another one is refused.
+Shards are written first, the index and config.json last; see output.py for what keeps a result whole.
 """
 
 import ctypes
 import hashlib
 import json
 import os
-import re
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from math import prod
@@ -24,17 +20,16 @@ from typing import IO, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from tqdm import tqdm
 
-from moe_int8.models.deepseek.checkpoint import CONFIG, DTYPES, INDEX, Checkpoint, CheckpointError, projection_kind
+from moe_int8.models.deepseek.checkpoint import CONFIG, DTYPES, INDEX, Checkpoint, CheckpointError
+from moe_int8.models.deepseek.formats import projection_kind
+from moe_int8.models.deepseek.output import STATE, atomic, check_space, holds, open_output, write_json
 from moe_int8.models.deepseek.shards import for_each_shard, planned_tensors, read_rows
-from moe_int8.models.deepseek.untrusted import read_json
 from moe_int8.quantization.block_fp8 import FP8
 from moe_int8.quantize import quantize_per_channel
 
 TARGETS = ("int8", "bf16")
 CONFIG_STYLES = ("compressed-tensors", "w8a8_int8")
-STATE = "moe_int8_convert.json"
 COPIED_SUFFIXES = (".json", ".jinja", ".model", ".tiktoken", ".txt", ".md")  # tokenizer, generation_config, card
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -69,41 +64,40 @@ def convert(folder: Path, out: Path, settings: Settings, workers: int = 1) -> Su
         workers: processes, each with one shard at a time.
 
     Raises:
-        CheckpointError: the source cannot be converted, `out` cannot take it, or the disk is too small. What was
-            finished stays, and the same call continues.
+        CheckpointError: the source cannot be converted, `out` cannot take it or another conversion is writing it, or
+            the disk is too small. What was finished stays, and the same call continues.
     """
     source = Checkpoint(folder)
     _check_convertible(source, settings)
     plans = {file: planned_tensors(source, file, settings.to) for file in source.files()}
     plans = {file: plan for file, plan in plans.items() if plan}  # a shard may hold nothing but scales
     copied = _files_to_copy(source)
-    identity = _identity(source)
-    _prepare(source, out, {"source": identity, "settings": asdict(settings)}, {*plans, *copied})
+    state = {"source": _identity(source), "settings": asdict(settings)}
+    with open_output(out, source.folder, state, {*plans, *copied, CONFIG, INDEX}):
+        pending = [file for file, plan in plans.items() if not _is_finished(out / file, plan)]
+        source_bytes = sum(source.path(file).stat().st_size for file in source.files())
+        sizes = {file: sum(_num_bytes(*tensor) for tensor in plan.values()) for file, plan in plans.items()}
+        summary = Summary(len(pending), len(plans), source_bytes, sum(sizes.values()))
+        weight_map = {name: file for file, plan in plans.items() for name in plan}
+        index = {"metadata": {"total_size": summary.result_bytes}, "weight_map": dict(sorted(weight_map.items()))}
+        config = _result_config(source, plans, settings)
+        small = all((out / name).exists() for name in copied)
+        if not pending and small and holds(out / INDEX, index) and holds(out / CONFIG, config):
+            return summary
+        for last in (CONFIG, INDEX):  # there if shards of a finished result were deleted: it must not look complete
+            (out / last).unlink(missing_ok=True)
+        check_space(out, sum(sizes[file] for file in pending))
 
-    pending = [file for file, plan in plans.items() if not _is_finished(out / file, plan)]
-    source_bytes = sum(source.path(file).stat().st_size for file in source.files())
-    sizes = {file: sum(_num_bytes(*tensor) for tensor in plan.values()) for file, plan in plans.items()}
-    summary = Summary(len(pending), len(plans), source_bytes, sum(sizes.values()))
-    weight_map = {name: file for file, plan in plans.items() for name in plan}
-    index = {"metadata": {"total_size": summary.result_bytes}, "weight_map": dict(sorted(weight_map.items()))}
-    config = _result_config(source, plans, settings)
-    small = all((out / name).exists() for name in copied)
-    if not pending and small and _holds(out / INDEX, index) and _holds(out / CONFIG, config):
-        return summary
-    for last in (CONFIG, INDEX):  # there if shards of a finished result were deleted: it must not look complete
-        (out / last).unlink(missing_ok=True)
-    _check_space(out, sum(sizes[file] for file in pending))
-
-    task = partial(_convert_shard, source, out, settings.to)
-    for _ in for_each_shard(task, source, pending, workers, list(plans)):
-        pass
-    for name in copied:
-        with open(source.path(name), "rb") as original, _atomic(out / name) as copy:
-            shutil.copyfileobj(original, copy)
-    if _identity(source) != identity:
-        raise CheckpointError(f"{folder} changed during the conversion: delete {out} and convert again")
-    _write_json(out / INDEX, index)
-    _write_json(out / CONFIG, config)
+        task = partial(_convert_shard, source, out, settings.to)
+        for _ in for_each_shard(task, source, pending, workers, list(plans)):
+            pass
+        for name in copied:
+            with open(source.path(name), "rb") as original, atomic(out / name) as copy:
+                shutil.copyfileobj(original, copy)
+        if _identity(source) != state["source"]:
+            raise CheckpointError(f"{folder} changed during the conversion: delete {out} and convert again")
+        write_json(out / INDEX, index)
+        write_json(out / CONFIG, config)
     return summary
 
 
@@ -127,7 +121,7 @@ def _check_convertible(source: Checkpoint, settings: Settings) -> None:
 def _files_to_copy(source: Checkpoint) -> list[str]:
     """Tokenizer, generation_config, chat template, card and license; neither weights nor code."""
     return [
-        path.name
+        source.path(path.name).name  # refuses a link that leads out
         for path in sorted(source.folder.iterdir())
         if path.is_file()
         and (path.suffix in COPIED_SUFFIXES or path.name.startswith("LICENSE"))
@@ -146,38 +140,6 @@ def _identity(source: Checkpoint) -> dict[str, Any]:
     }
 
 
-def _prepare(source: Checkpoint, out: Path, state: dict[str, Any], results: set[str]) -> None:
-    """Make `out` ready: a folder that holds nothing but (parts of) this very conversion."""
-    if source.folder.resolve() in (out.resolve(), *out.resolve().parents):
-        raise CheckpointError(f"the result {out} lies in the source {source.folder}: choose another folder")
-    if out.exists() and not out.is_dir():
-        raise CheckpointError(f"{out} is a file: choose a folder for the result")
-    out.mkdir(parents=True, exist_ok=True)
-    results = results | {STATE, CONFIG, INDEX}
-    for path in sorted(out.iterdir()):
-        temporary = re.fullmatch(r"\.(.+)\.tmp\d+", path.name)
-        if temporary and temporary[1] in results:
-            path.unlink()  # left by a run that was killed
-        elif path.name not in results or not (out / STATE).exists():
-            raise CheckpointError(
-                f"{out} holds {path.name}, which is not part of this conversion: choose an empty or new folder"
-            )
-    if not (out / STATE).exists():
-        _write_json(out / STATE, state)
-        return
-    try:
-        earlier = read_json(out / STATE)
-    except ValueError as error:
-        raise CheckpointError(f"{out / STATE} is damaged: delete {out} and convert again") from error
-    for part in ("source", "settings"):
-        if earlier.get(part) != state[part]:
-            raise CheckpointError(
-                f"{out} was begun from another source or a source since changed: delete it or choose another folder"
-                if part == "source"
-                else f"{out} was begun with {earlier.get(part)}, not {state[part]}: use those or choose another folder"
-            )
-
-
 def _is_finished(path: Path, plan: Plan) -> bool:
     """Whether a shard was written: under its final name, whole, with the planned tensors."""
     try:
@@ -188,16 +150,9 @@ def _is_finished(path: Path, plan: Plan) -> bool:
         return False
 
 
-def _check_space(out: Path, needed: int) -> None:
-    free = shutil.disk_usage(out).free
-    if free < needed:
-        needs, has = (f"{tqdm.format_sizeof(size)}B" for size in (needed, free))
-        raise CheckpointError(f"{out} needs {needs} more, and its disk has {has} free")
-
-
 def _convert_shard(source: Checkpoint, out: Path, to: str, file: str) -> None:
     plan = planned_tensors(source, file, to)
-    with _atomic(out / file) as stream:
+    with atomic(out / file) as stream:
         offsets = _write_header(stream, plan)
         for name in source.names_in(file):
             if name not in plan:  # the scale of an FP8 weight is read with the weight
@@ -283,39 +238,3 @@ def _int8_config(style: str, ignore: list[str]) -> dict[str, Any]:
             }
         },
     }
-
-
-def _holds(path: Path, value: dict[str, Any]) -> bool:
-    """Whether a file holds what `_write_json` writes."""
-    try:
-        return bool(json.loads(path.read_text(encoding="utf-8")) == value)
-    except (OSError, ValueError):
-        return False
-
-
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    with _atomic(path) as stream:
-        stream.write((json.dumps(value, indent=2) + "\n").encode())
-
-
-@contextmanager
-def _atomic(path: Path) -> Iterator[IO[bytes]]:
-    """A file that appears under its name when it is whole and on disk, or not at all."""
-    temporary = path.with_name(f".{path.name}.tmp{os.getpid()}")
-    try:
-        with open(temporary, "wb") as stream:
-            yield stream
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(temporary, path)
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)  # or a power cut might take the name back
-        finally:
-            os.close(folder)
-    except OSError as error:
-        raise CheckpointError(
-            f"{path} cannot be written ({error.strerror or error}): what is finished stays, the same command continues"
-        ) from error
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -1,16 +1,15 @@
 """Which tensors a model has, from config.json alone: so that files and config are compared before anything is built."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from math import prod
 
 import torch
 
-from moe_int8.models.deepseek.checkpoint import Checkpoint, CheckpointError
+from moe_int8.models.deepseek.checkpoint import MAX_ELEMENTS, Checkpoint, CheckpointError, Index
 from moe_int8.models.deepseek.config import DeepseekConfig
-from moe_int8.quantization.block_fp8 import FP8
+from moe_int8.models.deepseek.formats import QUANTIZED, SCALE_SUFFIX, projection_kind
 
-SCALES = {torch.int8: "_scale", FP8: "_scale_inv"}  # what a quantised weight's name is continued by
-QUANTIZED = {"int8": torch.int8, "fp8": FP8}
 MOST_MISSING = 100_000  # names that are collected before giving up; R1 has 47,000
 _LAYER = re.compile(r"model\.layers\.([0-9]+)\.")
 
@@ -49,30 +48,48 @@ def check_fits(checkpoint: Checkpoint, config: DeepseekConfig) -> int:
     Raises:
         CheckpointError: a tensor that no file holds, that the model does not have, or of a wrong shape or dtype.
     """
+
+    def check(name: str, shape: tuple[int, ...]) -> str:
+        _check_tensor(checkpoint, name, shape)
+        return SCALE_SUFFIX.get(checkpoint.dtype(name), "")
+
+    return _check_names(checkpoint, config, check)
+
+
+def check_named(index: Index, config: DeepseekConfig) -> int:
+    """`check_fits` where there are no files yet: the index names the tensors of the model, and no others."""
+    suffix = SCALE_SUFFIX.get(QUANTIZED.get(index.named_format(), torch.bfloat16), "")
+
+    def check(name: str, shape: tuple[int, ...]) -> str:
+        if prod(shape) > MAX_ELEMENTS:
+            raise CheckpointError(f"{index.folder}: {name} would have {prod(shape)} elements, no model's: refused")
+        return suffix
+
+    return _check_names(index, config, check)
+
+
+def _check_names(index: Index, config: DeepseekConfig, check: Callable[[str, tuple[int, ...]], str]) -> int:
+    """Check the names, and each tensor by `check`, which returns what the name of its scale ends in, if it has one."""
     allowed: set[str] = set()
     missing: list[str] = []
     for name, shape in tensor_shapes(config):
-        if name in checkpoint:
-            _check_tensor(checkpoint, name, shape)
-            scale = SCALES.get(checkpoint.dtype(name))
-            allowed |= {name} if scale is None else {name, name + scale}
+        if name in index:
+            allowed |= {name, name + check(name, shape)}
         else:
             missing.append(name)
             if len(missing) == MOST_MISSING:
                 break
     if missing:
         raise CheckpointError(
-            f"{checkpoint.folder}: no file holds {_shortened(sorted(missing))}; the checkpoint is incomplete, or its "
+            f"{index.folder}: no file holds {_shortened(sorted(missing))}; the checkpoint is incomplete, or its "
             "config.json another model's"
         )
     first_mtp = config.num_hidden_layers
     mtp_layers = range(first_mtp, first_mtp + max(config.num_nextn_predict_layers, 1))
-    others = [name for name in checkpoint.names() if name not in allowed]
+    others = [name for name in index.names() if name not in allowed]
     unknown = [name for name in others if not (match := _LAYER.match(name)) or int(match[1]) not in mtp_layers]
     if unknown:
-        raise CheckpointError(
-            f"{checkpoint.folder}: the files hold {_shortened(unknown)}, which this model does not have"
-        )
+        raise CheckpointError(f"{index.folder}: the files hold {_shortened(unknown)}, which this model does not have")
     return len(others)
 
 
@@ -114,7 +131,11 @@ def _check_tensor(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> 
             f"{where}: the file holds shape {list(checkpoint.shape(name))}, the model needs {list(shape)}"
         )
     dtype = checkpoint.dtype(name)
-    if dtype not in (torch.bfloat16, torch.float32, QUANTIZED.get(checkpoint.format)):
+    if dtype in (torch.bfloat16, torch.float32):
+        return
+    # The converter makes BF16 of any other FP8 weight. INT8 is for projections alone: no norm, router, embedding or
+    # lm_head is good with it, and what holds one so was not made for this model.
+    if dtype is not QUANTIZED.get(checkpoint.format) or (dtype is torch.int8 and not projection_kind(name)):
         raise CheckpointError(f"{where} is stored as {dtype}, which is not supported: get it in bfloat16 or float32")
 
 

@@ -12,8 +12,9 @@ from typing import TypeVar
 import torch
 from tqdm import tqdm
 
-from moe_int8.models.deepseek.checkpoint import Checkpoint, CheckpointError, projection_kind
-from moe_int8.quantization.block_fp8 import FP8, dequantize_block_fp8
+from moe_int8.models.deepseek.checkpoint import Checkpoint, CheckpointError
+from moe_int8.models.deepseek.formats import projection_kind
+from moe_int8.quantization.block_fp8 import FP8, dequantize_block_fp8, fp8_to_float32
 from moe_int8.quantize import CPU_CHUNK
 
 T = TypeVar("T")
@@ -38,6 +39,9 @@ def read_rows(source: Checkpoint, name: str) -> Iterator[torch.Tensor]:
     """A source weight, FP8 as the fp32 values it stands for, everything else as stored; a few rows at a time.
 
     What is done to so few stays in the cache. The scale of an FP8 weight may live in another shard.
+
+    Raises:
+        CheckpointError: a scale is negative or not a number, or 0 for a block that holds other codes than 0.
     """
     weight = source.tensor(name)
     if weight.ndim != 2 or not weight.numel():
@@ -48,6 +52,14 @@ def read_rows(source: Checkpoint, name: str) -> Iterator[torch.Tensor]:
         yield from weight.split(rows)
         return
     scales = source.tensor(f"{name}_scale_inv")
+    where = f"{source.folder / source.file_of(f'{name}_scale_inv')}: {name}_scale_inv"
+    if not ((scales >= 0) & scales.isfinite()).all():
+        raise CheckpointError(f"{where} has values that are negative or not finite: download it again")
+    if (scales == 0).any():  # converters without a lower bound write it for a block of zeros
+        (N, K), (rows_of, columns_of) = weight.shape, source.block
+        zero = (scales == 0).repeat_interleave(rows_of, dim=0)[:N].repeat_interleave(columns_of, dim=1)[:, :K]
+        if fp8_to_float32(weight[zero]).any():
+            raise CheckpointError(f"{where} is 0 for a block whose codes are not: download it again")
     for block, scale in zip(weight.split(source.block[0]), scales, strict=True):
         for part in block.split(rows):
             yield dequantize_block_fp8(part, scale[None], source.block)

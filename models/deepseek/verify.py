@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-from moe_int8.models.deepseek.checkpoint import Checkpoint, CheckpointError, projection_kind
+from moe_int8.models.deepseek.checkpoint import Checkpoint, CheckpointError
+from moe_int8.models.deepseek.formats import projection_kind
 from moe_int8.models.deepseek.shards import for_each_shard, planned_tensors, read_rows
 from moe_int8.numerics import MIN_AMAX
 
@@ -42,7 +43,11 @@ def verify(folder: Path, result_folder: Path, workers: int = 1) -> dict[str, Err
     Raises:
         CheckpointError: one of the two cannot be read, or they do not hold the same tensors.
     """
-    source, result = Checkpoint(folder), Checkpoint(result_folder)
+    source = Checkpoint(folder)
+    try:
+        result = Checkpoint(result_folder)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; converting again, without --verify, completes the result") from error
     if source.format == "int8" or result.format not in ("int8", "bf16"):
         raise CheckpointError(
             f"{folder} is {source.format} and {result_folder} {result.format}: "

@@ -217,7 +217,7 @@ class CheckpointWeight:
 
     def read_int8(self, rows: slice, columns: slice) -> tuple[torch.Tensor, torch.Tensor]:
         if self.is_int8:
-            return self.checkpoint.slice(self.name)[rows, columns], self._scale(rows)
+            return self._codes_and_scale(rows, columns)
         if not self.quantize:
             raise ValueError("int8 with a weight_scale is needed, the file holds it unquantised")
         # A row's scale is that of the whole row, so the columns are cut after quantising.
@@ -228,15 +228,21 @@ class CheckpointWeight:
 
     def read_float(self, rows: slice, columns: slice, dtype: torch.dtype) -> torch.Tensor:
         if self.is_int8:
-            return dequantize(self.checkpoint.slice(self.name)[rows, columns], self._scale(rows), dtype)
+            return dequantize(*self._codes_and_scale(rows, columns), dtype)
         part = self.checkpoint.slice(self.name)
         return (part[rows] if len(self.shape) == 1 or columns == EVERYTHING else part[rows, columns]).to(dtype)
 
-    def _scale(self, rows: slice) -> torch.Tensor:
+    def _codes_and_scale(self, rows: slice, columns: slice) -> tuple[torch.Tensor, torch.Tensor]:
         name = self.name + SCALE
         if tuple(self.checkpoint.shape(name)) not in ((self.shape[0],), (self.shape[0], 1)):
             raise ValueError(f"{name} has shape {list(self.checkpoint.shape(name))}, one value a row is needed")
+        codes = self.checkpoint.slice(self.name)[rows, columns]
         scale = self.checkpoint.slice(name)[rows].float().flatten()
         if not scale.isfinite().all():
             raise ValueError(f"{name} has values that are not finite")
-        return scale
+        if (scale < 0).any():
+            raise ValueError(f"{name} has negative values")
+        # Converters without a lower bound write 0 for a row of zeros; on any other row it is lost data.
+        if codes[scale == 0].any():
+            raise ValueError(f"{name} is 0 for a row whose codes are not")
+        return codes, scale

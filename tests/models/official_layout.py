@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from moe_int8.models.deepseek.checkpoint import projection_kind
+from moe_int8.models.deepseek.formats import projection_kind
 from moe_int8.quantization.block_fp8 import dequantize_block_fp8, quantize_block_fp8
 
 TINY: dict[str, Any] = {

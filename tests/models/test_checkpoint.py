@@ -9,7 +9,7 @@ from fuzzing import refused
 from official_layout import TINY, TINY_V2_LITE, write_official_checkpoint
 from safetensors.torch import load_file, save_file
 
-from moe_int8.models.deepseek.checkpoint import INDEX, Checkpoint, CheckpointError, projection_kind
+from moe_int8.models.deepseek.checkpoint import INDEX, Checkpoint, CheckpointError
 
 PROJECTION = "model.layers.1.mlp.experts.0.up_proj"
 INT8_CONFIG = {
@@ -409,6 +409,28 @@ WEIGHT, SCALE = f"{PROJECTION}.weight", f"{PROJECTION}.weight_scale"
         (int8_tensors(), INT8_CONFIG | {"ignore": ["re:("]}, r"ignore entry 're:\('"),
         (int8_tensors(), INT8_CONFIG | {"ignore": 5}, "ignore must be a list of names, got 5"),
         (broken(lambda t: t.update({SCALE: torch.ones(4, 1, dtype=torch.int64)})), None, "its scale .* torch.int64"),
+        (broken(lambda t: t.update({SCALE: torch.ones(4, 1).half()})), None, r"its scale \[4, 1\] torch.float16"),
+        (broken(lambda t: t.update({SCALE: torch.ones(4, 1).double()})), None, r"its scale \[4, 1\] torch.float64"),
+        (
+            int8_tensors(),
+            {"quant_method": "fp8", "weight_block_size": [128, 128]},
+            f"model.safetensors: {WEIGHT} is INT8, though config.json says FP8: .* get both from one place",
+        ),
+        (
+            {WEIGHT: torch.ones(4, 8).to(torch.float8_e4m3fn), f"{WEIGHT}_scale_inv": torch.ones(1, 1)},
+            INT8_CONFIG,
+            f"model.safetensors: {WEIGHT} is FP8, though config.json says INT8: .* get both from one place",
+        ),
+        (
+            {"lm_head.weight": torch.ones(4, 8).to(torch.float8_e4m3fn), WEIGHT: torch.ones(4, 8)},
+            None,
+            "model.safetensors: lm_head.weight is FP8 without a lm_head.weight_scale_inv",
+        ),
+        (
+            broken(lambda t: t.update({"model.norm.weight": torch.ones(8, dtype=torch.int8)})),
+            None,
+            "model.safetensors: model.norm.weight is INT8 without a model.norm.weight_scale",
+        ),
         ({WEIGHT: torch.ones(4, 8).half()}, None, f"{WEIGHT} is stored as torch.float16"),
         ({WEIGHT: torch.ones(4, 8).to(torch.float8_e4m3fn)}, None, f"{WEIGHT} is FP8 without a {WEIGHT}_scale_inv"),
         (
@@ -419,7 +441,7 @@ WEIGHT, SCALE = f"{PROJECTION}.weight", f"{PROJECTION}.weight_scale"
         (
             {WEIGHT: torch.ones(4, 8), f"{WEIGHT}_scale_inv": torch.ones(1, 1)},
             {"quant_method": "fp8", "weight_block_size": [128, 128]},
-            "says fp8, but the files hold no FP8 weights",
+            "config.json says FP8, but the files hold no FP8 weights",
         ),
         ({WEIGHT: torch.ones(4, 8).to(torch.float8_e5m2)}, None, f"{WEIGHT} has the unsupported dtype F8_E5M2"),
     ],
@@ -442,24 +464,3 @@ def test_an_unknown_tensor_is_no_key_error(official):
     for read in (Checkpoint(official[0]).tensor, Checkpoint(official[0]).slice, Checkpoint(official[0]).shape):
         with pytest.raises(CheckpointError, match=r"no file holds the tensor nothing.weight"):
             read("nothing.weight")
-
-
-@pytest.mark.parametrize(
-    "name, kind",
-    [
-        ("model.layers.0.mlp.gate_proj.weight", "mlp.gate_proj"),
-        ("model.layers.3.mlp.experts.17.gate_proj.weight", "experts.gate_proj"),
-        ("model.layers.3.mlp.shared_experts.up_proj.weight", "shared_experts.up_proj"),
-        ("model.layers.61.self_attn.kv_b_proj.weight", "kv_b_proj"),
-        ("model.layers.3.mlp.gate.weight", None),
-        ("model.layers.3.mlp.gate.e_score_correction_bias", None),
-        ("model.layers.3.self_attn.q_a_layernorm.weight", None),
-        ("model.layers.3.mlp.gate_proj.weight_scale_inv", None),
-        ("model.layers.61.eh_proj.weight", None),
-        ("model.layers.61.shared_head.head.weight", None),
-        ("model.embed_tokens.weight", None),
-        ("lm_head.weight", None),
-    ],
-)
-def test_c52_the_router_is_not_a_projection_and_gate_proj_is(name, kind):
-    assert projection_kind(name) == kind

@@ -1,6 +1,7 @@
 import errno
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -14,13 +15,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from official_layout import TINY, TINY_V2_LITE, write_official_checkpoint
+from ranks import load_script
 from safetensors.torch import load_file, save_file
 
 from moe_int8.dispatch import INTERPRETED
 from moe_int8.models.deepseek import convert as converter
-from moe_int8.models.deepseek import shards
-from moe_int8.models.deepseek.checkpoint import INDEX, Checkpoint, CheckpointError, projection_kind
-from moe_int8.models.deepseek.convert import STATE, Settings, convert
+from moe_int8.models.deepseek import output, shards
+from moe_int8.models.deepseek.checkpoint import INDEX, Checkpoint, CheckpointError
+from moe_int8.models.deepseek.convert import Settings, convert
+from moe_int8.models.deepseek.formats import projection_kind
+from moe_int8.models.deepseek.output import STATE
 from moe_int8.models.deepseek.shards import for_each_shard
 from moe_int8.models.deepseek.verify import CARRIED, Errors, verify
 from moe_int8.quantization.block_fp8 import FP8, quantize_block_fp8
@@ -400,8 +404,9 @@ def test_a_link_out_of_the_source_is_not_copied(fp8, tmp_path):
     (tmp_path / "secret").write_text("secret")
     (fp8 / "tokenizer.json").unlink()
     (fp8 / "tokenizer.json").symlink_to(tmp_path / "secret")
-    with pytest.raises(CheckpointError, match="out of the folder"):
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json links to .*secret, out of the folder"):
         convert(fp8, tmp_path / "out", Settings())
+    assert not (tmp_path / "out").exists()  # seen before hours of work
 
 
 def test_what_needs_no_conversion_is_refused(official, converted, tmp_path):
@@ -418,23 +423,54 @@ def test_what_needs_no_conversion_is_refused(official, converted, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    "name", [ROW, f"{ROW}_scale_inv", "model.norm.weight", "model.layers.1.mlp.gate.e_score_correction_bias"]
-)
+@pytest.mark.parametrize("name", [ROW, "model.norm.weight", "model.layers.1.mlp.gate.e_score_correction_bias"])
 def test_values_that_are_not_finite_are_named(fp8, tmp_path, name):
     file = fp8 / Checkpoint(fp8).file_of(name)
     tensors = load_file(file)
     tensors[name] = tensors[name].float().index_fill_(0, torch.tensor([0]), torch.nan).to(tensors[name].dtype)
     save_file(tensors, file)
-    holder = fp8 / Checkpoint(fp8).file_of(name.removesuffix("_scale_inv"))
-    weight = name.removesuffix("_scale_inv")
-    with pytest.raises(CheckpointError, match=f"{holder}: {weight} holds values that are not finite"):
+    with pytest.raises(CheckpointError, match=f"{file}: {name} holds values that are not finite"):
         convert(fp8, tmp_path / "out", Settings())
     assert not list((tmp_path / "out").glob(".*"))
 
 
+@pytest.mark.parametrize("to", ["int8", "bf16"])
+@pytest.mark.parametrize(
+    "value, message",
+    [
+        (-1.0, "has values that are negative or not finite"),
+        (float("nan"), "has values that are negative or not finite"),
+        (float("inf"), "has values that are negative or not finite"),
+        (0.0, "is 0 for a block whose codes are not"),
+    ],
+    ids=str,
+)
+def test_block_scales_that_cannot_be_right_are_named_with_their_file(fp8, tmp_path, value, message, to):
+    name = f"{ROW}_scale_inv"
+    file = fp8 / Checkpoint(fp8).file_of(name)
+    tensors = load_file(file)
+    tensors[name][-1, 0] = value
+    save_file(tensors, file)
+    with pytest.raises(CheckpointError, match=f"{file}: {name} {message}: download it again"):
+        convert(fp8, tmp_path / "out", Settings(to=to))
+    assert not (tmp_path / "out" / "config.json").exists()
+
+
+def test_a_block_scale_of_0_is_right_for_a_block_of_zeros(tmp_path):
+    """Converters that do not bound the scale from below write it; a code of -0 is a zero too."""
+    weight = torch.ones(130, 300)
+    weight[:128, 128:256] = 0
+    weight[3, 130] = -0.0
+    scale = torch.ones(2, 3)
+    scale[0, 1] = 0
+    tensors = {ROW: weight.to(FP8), f"{ROW}_scale_inv": scale}
+    convert(single(tmp_path / "fp8", tensors), tmp_path / "int8", Settings())
+    result = load_file(tmp_path / "int8" / "model.safetensors")
+    assert torch.equal(result[ROW], (weight * 127).to(torch.int8))
+
+
 def test_too_small_a_disk_is_seen_before_the_start(official, tmp_path, monkeypatch):
-    monkeypatch.setattr(converter.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**6, 0, 10**6))
+    monkeypatch.setattr(output.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**6, 0, 10**6))
     with pytest.raises(CheckpointError, match=r"needs 1.23MB .* 1.00MB free"):
         convert(official[0], tmp_path / "out", Settings())
     assert not list((tmp_path / "out").glob("*.safetensors"))
@@ -602,6 +638,20 @@ def test_script_verifies_reports_and_says_what_is_next(official, tmp_path):
     assert again.returncode == 0, again.stderr
     assert "wrote" not in again.stdout
     assert contents(tmp_path / "out") == before
+
+
+def test_script_verifies_a_result_whatever_options_it_was_made_with(official, tmp_path, capsys):
+    script = load_script("convert")
+    for name, made in (("w8a8", Settings(config_style="w8a8_int8")), ("bf16", Settings(to="bf16"))):
+        convert(official[0], tmp_path / name, made)
+        before = contents(tmp_path / name)
+        script.main([str(official[0]), str(tmp_path / name), "--verify"])
+        assert re.search(r"^experts\.gate_proj|^to bf16", capsys.readouterr().out, re.MULTILINE)
+        assert contents(tmp_path / name) == before
+    (tmp_path / "w8a8" / "model-00002-of-000003.safetensors").unlink()
+    with pytest.raises(SystemExit):
+        script.main([str(official[0]), str(tmp_path / "w8a8"), "--verify"])
+    assert "converting again, without --verify, completes the result" in capsys.readouterr().err
 
 
 def test_script_fails_when_the_result_is_not_of_the_source(official, tmp_path):

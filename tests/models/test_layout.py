@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from moe_int8.models.deepseek.checkpoint import Checkpoint, CheckpointError
 from moe_int8.models.deepseek.config import DeepseekConfig
+from moe_int8.models.deepseek.convert import Settings, convert
 from moe_int8.models.deepseek.layout import check_fits, tensor_shapes
 from moe_int8.models.deepseek.model import DeepseekModel
 from moe_int8.models.deepseek.precision import Precision
@@ -117,6 +118,40 @@ def test_a_weight_in_a_format_that_is_not_run_is_named(official, tmp_path, name,
         CheckpointError, match=f"model.safetensors: {name} is stored as {dtype}, which is not supported"
     ):
         open_model(folder)
+
+
+UNQUANTIZED = {
+    "model.embed_tokens.weight": ("embedding", 2),
+    "lm_head.weight": ("output head", 2),
+    "model.norm.weight": ("norm", 1),
+    "model.layers.0.self_attn.kv_a_layernorm.weight": ("norm", 1),
+    "model.layers.1.mlp.gate.weight": ("router", 2),
+    "model.layers.1.mlp.gate.e_score_correction_bias": ("router", 1),
+}
+
+
+@pytest.fixture(scope="module")
+def int8(official, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("int8") / "int8"
+    convert(official, folder, Settings())
+    return folder
+
+
+@pytest.mark.parametrize("scaled", [False, True], ids=["no scale", "with a scale"])
+@pytest.mark.parametrize("name", UNQUANTIZED)
+def test_nothing_but_projections_may_be_int8(int8, tmp_path, name, scaled):
+    """Also with a scale of the right shape: dequantised it would run, on a router or norm that INT8 has spoiled."""
+
+    def change(tensors):
+        tensors[name] = torch.ones_like(tensors[name], dtype=torch.int8)
+        if scaled:
+            tensors[f"{name}_scale"] = torch.ones(len(tensors[name]), 1)
+
+    folder = changed(int8, tmp_path / "changed", change, quantization_config=None)
+    with pytest.raises(CheckpointError, match=f"model.safetensors: {name} is ") as error:
+        open_model(folder)
+    if scaled and UNQUANTIZED[name][1] == 2:
+        assert "is stored as torch.int8, which is not supported: get it in bfloat16 or float32" in str(error.value)
 
 
 def test_an_fp8_checkpoint_fits_with_its_scales(tmp_path):

@@ -13,8 +13,9 @@ from safetensors.torch import load_file, save_file
 from tiny import V3, Driver, edit_config, make_reference, quantized_copy, random_tokens, save, whole_logits
 
 from moe_int8.models.deepseek import weights
-from moe_int8.models.deepseek.checkpoint import Checkpoint, CheckpointError, projection_kind
+from moe_int8.models.deepseek.checkpoint import Checkpoint, CheckpointError
 from moe_int8.models.deepseek.convert import Settings, convert
+from moe_int8.models.deepseek.formats import projection_kind
 from moe_int8.models.deepseek.model import DeepseekModel
 from moe_int8.models.deepseek.weights import load_model, open_model
 from moe_int8.parallel import Group, Groups
@@ -288,6 +289,34 @@ def test_c49_a_scale_that_is_not_finite_is_named_with_its_file(folders, tmp_path
         CheckpointError, match=rf"model\.safetensors: .*{name}\.weight_scale has values that are not finite"
     ):
         load_model(folder, dtype=dtype)
+
+
+@pytest.mark.parametrize("name", [f"{ATTENTION}.o_proj", f"{ATTENTION}.kv_b_proj", f"{EXPERTS}.5.down_proj"])
+@pytest.mark.parametrize(
+    "value, message", [(-0.01, "has negative values"), (0.0, "is 0 for a row whose codes are not")]
+)
+def test_c49_a_scale_that_cannot_be_right_is_named_with_its_file(folders, tmp_path, name, value, message):
+    def change(tensors):
+        tensors[f"{name}.weight_scale"][1] = value
+
+    folder = changed(folders / "int8", tmp_path / "broken", change)
+    for dtype in ("int8", "bf16"):
+        with pytest.raises(CheckpointError, match=rf"model\.safetensors: .*{name}\.weight_scale {message}"):
+            load_model(folder, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "bf16"])
+def test_c49_a_scale_of_0_is_right_for_a_row_of_zeros(folders, tmp_path, dtype):
+    """Converters that do not bound the scale from below write it; ours writes 1e-10 / 127."""
+
+    def change(tensors):
+        for name in (f"{ATTENTION}.o_proj", f"{EXPERTS}.5.down_proj"):
+            tensors[f"{name}.weight_scale"][1] = 0
+            tensors[f"{name}.weight"][1] = 0
+
+    model = load_model(changed(folders / "int8", tmp_path / "zero", change), dtype=dtype)
+    assert whole_logits(model, random_tokens(5)).isfinite().all()
+    assert not model.layers[1].mlp.experts.w2[5, 1].any()
 
 
 @pytest.mark.parametrize("name", [f"{ATTENTION}.o_proj.weight", f"{EXPERTS}.5.up_proj.weight"])

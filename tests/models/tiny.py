@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from moe_int8.models.deepseek.cache import BLOCK_SIZE, Batch, LatentCache, blocks_for
-from moe_int8.models.deepseek.checkpoint import projection_kind
+from moe_int8.models.deepseek.formats import projection_kind
 from moe_int8.models.deepseek.model import DeepseekModel
 from moe_int8.quantize import dequantize, quantize_per_channel
 

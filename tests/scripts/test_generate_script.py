@@ -1,6 +1,5 @@
 """scripts/generate.py as a user meets it: answers, streaming, and one line for everything that can be wrong."""
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 from byte_tokenizer import VOCAB_SIZE, write_tokenizer
 from official_layout import TINY, write_official_checkpoint
+from ranks import load_script
 from safetensors.torch import load_file, save_file
 
 from moe_int8.models.deepseek.convert import Settings, convert
@@ -27,14 +27,6 @@ def folders(tmp_path_factory) -> dict[str, Path]:
     for form in ("int8", "bf16"):
         convert(root / "fp8", root / form, Settings(to=form))
     return {form: root / form for form in ("fp8", "int8", "bf16")}
-
-
-def load_script(name: str):
-    spec = importlib.util.spec_from_file_location(f"script_{name}", ROOT / "scripts" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
 
 
 def generate(capsys, *argv: object) -> tuple[int, str, list[str]]:
