@@ -111,11 +111,11 @@ def changed_json(draw: st.DrawFn, document: dict[str, Any], values: st.SearchStr
             holder = holder[key]
         change = draw(st.sampled_from(["replace", "replace", "replace", "remove", "add", "swap"]))
         if change == "replace":
-            holder[path[-1]] = draw(values)
+            holder[path[-1]] = copy.deepcopy(draw(values))  # what is drawn may be drawn again: it stays as it is
         elif change == "remove":
             del holder[path[-1]]
         elif change == "add" and isinstance(holder, dict):
-            holder[draw(TEXTS)] = draw(values)
+            holder[draw(TEXTS)] = copy.deepcopy(draw(values))
         elif change == "swap":
             other = draw(st.sampled_from(list(holder) if isinstance(holder, dict) else range(len(holder))))
             holder[path[-1]], holder[other] = holder[other], holder[path[-1]]
