@@ -12,11 +12,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
 from moe_int8.models.deepseek.agreement import Agreement
 from moe_int8.models.deepseek.fingerprint import fingerprint
 from moe_int8.models.deepseek.generate import Generator
+from moe_int8.models.deepseek.progress import progress_bar
 from moe_int8.models.deepseek.text import encode_prompt, load_tokenizer
 from moe_int8.models.deepseek.weights import load_model, open_model
 from moe_int8.parallel import check_tp_size, init_groups, local_device, world_size
@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> bool:
     models = [load_model(each, groups, device=device, say=say) for each in files]
     generators = [Generator(model, max_batch=1, max_model_len=args.length) for model in models]
     agreement = Agreement()
-    for row in tqdm(rows, desc="compare", unit=" texts", disable=not first, leave=False):
+    for row in progress_bar(iterable=rows, desc="compare", unit=" texts", disable=not first, leave=False):
         agreement.add(*(generator.score(row) for generator in generators))
 
     ok = agreement.top1 >= args.min_top1 and agreement.kl <= args.max_kl

@@ -10,10 +10,10 @@ from concurrent.futures.process import BrokenProcessPool
 from typing import TypeVar
 
 import torch
-from tqdm import tqdm
 
 from moe_int8.models.deepseek.checkpoint import Checkpoint, CheckpointError
 from moe_int8.models.deepseek.formats import projection_kind
+from moe_int8.models.deepseek.progress import progress_bar
 from moe_int8.quantization.block_fp8 import FP8, dequantize_block_fp8, fp8_to_float32
 from moe_int8.quantize import CPU_CHUNK
 
@@ -82,7 +82,7 @@ def for_each_shard(
     """
     sizes = {file: source.path(file).stat().st_size for file in {*pending, *total}}
     done = sum(sizes[file] for file in total if file not in pending)
-    with tqdm(total=sum(sizes.values()), initial=done, unit="B", unit_scale=True, dynamic_ncols=True) as bar:
+    with progress_bar(total=sum(sizes.values()), initial=done, desc="shards", unit="B", unit_scale=True) as bar:
         for file, result in _results(task, pending, min(workers, len(pending))):
             bar.update(sizes[file])
             yield result

@@ -3,6 +3,7 @@
 `weight_table` is the one place that knows which tensor of the files goes where.
 """
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -12,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from moe_int8.check import check_accumulator
 from moe_int8.models.deepseek.checkpoint import Checkpoint, CheckpointError
@@ -22,6 +22,7 @@ from moe_int8.models.deepseek.model import DecoderLayer, DeepseekModel
 from moe_int8.models.deepseek.moe import GATE, MLP, UP, MoE
 from moe_int8.models.deepseek.norm import RMSNorm
 from moe_int8.models.deepseek.precision import Precision
+from moe_int8.models.deepseek.progress import progress_bar
 from moe_int8.parallel import Groups, Linear, WeightSource
 from moe_int8.parallel.linear import EVERYTHING
 from moe_int8.quantize import dequantize, quantize_per_channel
@@ -136,15 +137,22 @@ def load_weights(model: DeepseekModel, checkpoint: Checkpoint, *, quantize: bool
     for name in sorted(table):
         by_file[checkpoint.file_of(name)].append(name)
 
+    broken = threading.Event()
+
     def load(name: str) -> None:
+        if broken.is_set():
+            return
         try:
             table[name](CheckpointWeight(checkpoint, name, quantize))
-        except ValueError as error:
+        except Exception as error:
+            broken.set()
+            if not isinstance(error, ValueError):
+                raise
             raise CheckpointError(f"{checkpoint.file_of(name)}: {name}: {error}") from error
 
     sizes = {name: prod(checkpoint.shape(name)) * checkpoint.dtype(name).itemsize for name in table}
     with (
-        tqdm(
+        progress_bar(
             total=sum(sizes.values()), desc="load", unit="B", unit_scale=True, disable=not progress, leave=False
         ) as bar,
         ThreadPoolExecutor(LOAD_THREADS) as pool,

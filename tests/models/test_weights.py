@@ -481,7 +481,7 @@ def test_c54_one_checkpoint_loads_at_every_size_without_being_prepared(folders):
 
 
 class RecordingBar:
-    """In place of tqdm."""
+    """In place of a bar."""
 
     bars: ClassVar[list["RecordingBar"]] = []
 
@@ -500,7 +500,7 @@ class RecordingBar:
 
 
 def test_progress_is_in_bytes_and_only_on_rank_0(folders, monkeypatch):
-    monkeypatch.setattr(weights, "tqdm", RecordingBar)
+    monkeypatch.setattr(weights, "progress_bar", RecordingBar)
     monkeypatch.setattr(RecordingBar, "bars", [])
     for rank in (0, 1):
         load_model(folders / "int8", Groups(tp=Group(rank, 2)))
@@ -544,7 +544,7 @@ def test_after_an_error_the_rest_is_not_read(folders, tmp_path, monkeypatch):
     monkeypatch.setattr(weights, "LOAD_THREADS", 1)
     with pytest.raises(CheckpointError, match=r"model\.layers\.0\.mlp\.down_proj\.weight_scale has values"):
         load_model(folder)
-    assert len(read) < len(weights.weight_table(load_model(folders / "fp32"))) / 2
+    assert read[-1] == "model.layers.0.mlp.down_proj.weight"
 
 
 def test_c53_loading_holds_no_shards_beside_the_weights(tmp_path):
