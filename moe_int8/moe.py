@@ -79,8 +79,12 @@ def fused_moe(
     check_tensor("w2", w2, (E, H, two_I // 2), torch.int8, device=device)
     check_tensor("topk_weights", topk_weights, (*rows, "topk"), torch.float32, device=device, contiguous_rows=False)
     check_tensor("topk_ids", topk_ids, topk_weights.shape, ID_DTYPES, device=device, contiguous_rows=False)
+    if not topk_ids.shape[-1]:
+        raise ValueError(f"topk_ids must name at least one expert for each token, got shape {list(topk_ids.shape)}")
     if expert_map is not None:
         check_tensor("expert_map", expert_map, ("E_global",), torch.int32, device=device)
+        if not expert_map.numel():
+            raise ValueError("expert_map must have an entry for each expert, got none")
     if out_dtype is None:
         out_dtype = out.dtype if out is not None else torch.bfloat16 if x_scale is not None else x.dtype
     check_out_dtype(out_dtype)

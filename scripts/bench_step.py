@@ -171,6 +171,8 @@ def bench(
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
     with one_line_errors():
+        if not torch.cuda.is_available():
+            raise ValueError("needs a GPU: a CPU's times say nothing of the kernels")
         device = local_device("cuda")
         real = world_size() > 1
         rows: list[dict[str, Any]] = []

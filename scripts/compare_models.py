@@ -71,8 +71,13 @@ def token_ids(args: argparse.Namespace, vocab_size: int) -> list[list[int]]:
         generator = torch.Generator().manual_seed(args.seed)
         return torch.randint(vocab_size, (args.sequences, args.length), generator=generator).tolist()
     ids = encode_prompt(load_tokenizer(args.reference), args.text.read_text(encoding="utf-8"))
-    rows = [ids[start : start + args.length] for start in range(0, len(ids), args.length)]
-    return rows[: args.sequences]
+    needed = args.sequences * args.length
+    if len(ids) < needed:
+        raise ValueError(
+            f"{args.text} has {len(ids)} tokens, {args.sequences} texts of {args.length} take {needed}: give a longer "
+            "one, or lower --sequences or --length"
+        )
+    return [ids[start : start + args.length] for start in range(0, needed, args.length)]
 
 
 def run(args: argparse.Namespace) -> bool:

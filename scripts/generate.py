@@ -46,6 +46,7 @@ from moe_int8.parallel import (
 from moe_int8.parallel.launch import ArgumentParser, first_rank, one_line_errors, options, packages, versions
 
 DEFAULT_MAX_BATCH = 32
+DEFAULT_MAX_NEW_TOKENS = 256
 CHAT_MODEL_LEN = 8192  # tokens of a whole conversation, unless --max-model-len says otherwise
 
 
@@ -64,7 +65,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu", help="to run on")
     add("--dtype", choices=["auto", "int8", "bf16", "fp32"], default="auto", help="of the weights; auto: as the files")
     add("--accumulator", choices=["int32", "fp32"], default="int32", help="of the int8 GEMMs; int32 is exact")
-    add("--max-new-tokens", type=int, default=256, metavar="N", help="in each answer")
+    add(
+        "--max-new-tokens",
+        type=int,
+        metavar="N",
+        help=f"in each answer; without it: {DEFAULT_MAX_NEW_TOKENS}, in a chat what its context has left",
+    )
     add("--max-model-len", type=int, metavar="N", help="tokens of prompt and answer; without it: what is needed")
     add("--max-batch", type=int, metavar="N", help=f"sequences at a time; without it: all, up to {DEFAULT_MAX_BATCH}")
     add("--prefill-chunk", type=int, default=2048, metavar="N", help="prompt tokens in one pass")
@@ -77,6 +83,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--join-timeout", type=float, default=JOIN_TIMEOUT, metavar="SECONDS", help="how long ranks may take to meet")
     add("--json", type=Path, metavar="FILE", help="also write prompts, answers and speed here")
     args = parser.parse_args(argv)
+    if args.max_new_tokens is None:
+        args.max_new_tokens = (args.max_model_len or CHAT_MODEL_LEN) if args.chat else DEFAULT_MAX_NEW_TOKENS
     if args.system and not (args.chat or args.as_chat):
         parser.error("--system needs --chat or --as-chat")
     if args.json and args.chat:
@@ -133,12 +141,9 @@ class Session:
     def chat(self, system: str | None) -> None:
         """Read messages on rank 0 and answer them until an empty one."""
         messages = [{"role": "system", "content": system}] if system else []
+        about = len(messages)  # what stays when the conversation begins anew
         while True:
-            ids = None
-            if self.group.rank == 0:
-                text = read_message()
-                messages.append({"role": "user", "content": text})
-                ids = encode_chat(self.tokenizer, messages) if text else None
+            ids = self.next_turn(messages, about) if self.group.rank == 0 else None
             wait_for_first()  # a user may think for longer than a collective waits
             ids = self.group.broadcast_object(ids)
             if ids is None:
@@ -147,6 +152,34 @@ class Session:
             if texts:
                 print(cut_note(completions[0]))
                 messages.append({"role": "assistant", "content": texts[0]})
+
+
+    def next_turn(self, messages: list[dict[str, str]], about: int) -> list[int] | None:
+        """Add the user's next message and return the conversation's tokens; None if there is none.
+
+        A conversation that has no room left loses all turns behind its first `about` messages.
+        """
+        limit = self.generator.max_model_len
+        while text := read_message():
+            messages.append({"role": "user", "content": text})
+            ids = encode_chat(self.tokenizer, messages)
+            if len(ids) >= limit and len(messages) > about + 1:
+                print(
+                    f"the conversation has outgrown its {limit} tokens (--max-model-len): it begins anew with this "
+                    "message",
+                    file=sys.stderr,
+                )
+                del messages[about:-1]
+                ids = encode_chat(self.tokenizer, messages)
+            if len(ids) < limit:
+                return ids
+            print(
+                f"the message takes {len(ids)} of {limit} tokens (--max-model-len) and leaves no room for an answer: "
+                "send a shorter one",
+                file=sys.stderr,
+            )
+            messages.pop()
+        return None
 
 
 def read_message() -> str:
@@ -215,6 +248,7 @@ def run(args: argparse.Namespace) -> None:
     model = load_model(files, groups, device=device, say=say)
     session = Session(Generator(model, max_batch, max_model_len, args.prefill_chunk), groups.tp, params, tokenizer)
     if args.chat:
+        say("an empty line ends the chat")
         session.chat(args.system)
     else:
         answers, completions = session.answer(prompts, show=len(prompts) == 1)

@@ -449,6 +449,10 @@ def test_errors_name_the_argument(device):
     refuses(r"topk_weights must be float32 \[5, topk\].*got float32 \[4, 2\]", topk_weights=topk_weights[:4])
     refuses(r"topk_ids must be int32 or int64 \[5, 2\].*got int32 \[5, 1\]", topk_ids=topk_ids[:, :1])
     refuses(r"topk_ids must be int32 or int64.*got int16", topk_ids=topk_ids.short())
+    refuses(
+        r"topk_ids must name at least one expert.*\[5, 0\]", topk_weights=topk_weights[:, :0], topk_ids=topk_ids[:, :0]
+    )
+    refuses(r"expert_map must have an entry", expert_map=torch.empty(0, dtype=torch.int32, device=device))
     refuses(r"expert_map must be int32 \[E_global\].*got int64", expert_map=torch.arange(3, device=device))
     refuses(r"accumulator must be one of int32, fp32, got 'bf16'", accumulator="bf16")
     refuses(r"out must be bfloat16 \[5, 40\].*got float32 \[5, 40\]", out=x.clone(), out_dtype=torch.bfloat16)

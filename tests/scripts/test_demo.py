@@ -86,3 +86,14 @@ def test_comparing_different_models_is_refused(demo, tmp_path):
     assert done.returncode == 1
     assert "are not the same model" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_text_that_is_too_short_is_refused(demo, tmp_path):
+    text = tmp_path / "short.txt"
+    text.write_text("Hello there.")
+    compare = f"scripts/compare_models.py {demo}/bf16 {demo}/int8 --device cpu --text {text}"
+    done = run(compare)
+    assert done.returncode != 0
+    assert re.search(r"error: .*short\.txt has \d tokens, 8 texts of 128 take 1024", done.stderr)
+    enough = run(f"{compare} --sequences 1 --length 2")
+    assert "2 positions" in enough.stdout, enough.stderr

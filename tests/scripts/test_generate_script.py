@@ -95,6 +95,19 @@ def test_chat_answers_and_ends_at_an_empty_line(folders, capsys, monkeypatch):
     assert next(lines, None) is None
 
 
+def test_a_chat_that_outgrows_its_context_begins_anew(folders, capsys, monkeypatch):
+    lines = iter(["hello", "more", "x" * 100, "again", ""])
+    monkeypatch.setattr("builtins.input", lambda _: next(lines))
+    limits = ["--max-model-len", 60]  # the answers fill it: without --max-new-tokens they may
+    status, out, err = generate(capsys, "--model", folders["int8"], "--chat", "--ignore-eos", *limits)
+    assert status == 0
+    assert "an empty line ends the chat" in err
+    assert out.count("[cut: length]") == 3
+    assert sum("outgrown its 60 tokens (--max-model-len): it begins anew" in line for line in err) == 2
+    assert sum("of 60 tokens (--max-model-len) and leaves no room for an answer" in line for line in err) == 1
+    assert next(lines, None) is None
+
+
 def test_prompts_file_of_lines_and_of_json_lines(folders, capsys, tmp_path):
     (tmp_path / "p.txt").write_text("ab\n\ncd\n")
     (tmp_path / "p.jsonl").write_text('{"prompt": "ab"}\n{"prompt": "cd"}\n')
