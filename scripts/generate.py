@@ -153,7 +153,6 @@ class Session:
                 print(cut_note(completions[0]))
                 messages.append({"role": "assistant", "content": texts[0]})
 
-
     def next_turn(self, messages: list[dict[str, str]], about: int) -> list[int] | None:
         """Add the user's next message and return the conversation's tokens; None if there is none.
 
