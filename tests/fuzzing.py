@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from moe_int8.models.deepseek.checkpoint import DTYPES, CheckpointError
 from moe_int8.models.deepseek.config import ConfigError
 
-MOST_SECONDS = 20  # an input takes milliseconds; a machine under load never needs this
+MOST_SECONDS = 20  # of processor time; an input takes milliseconds
+MOST_WAITING = 300  # seconds on the clock, for what hangs and does nothing; a machine under load never needs this
 MOST_MEMORY = 128 << 20  # the checkpoints have 0.2 MB, a refused file is read up to 32 MB
 MOST_MESSAGE = 1200  # characters: folder, file, tensor, what was found and what to do
 PAGE = resource.getpagesize()
@@ -62,16 +63,21 @@ def refused(action: Callable[[], object]) -> bool:
 
 @contextmanager
 def _little_time() -> Iterator[None]:
-    def stop(*_: object) -> None:
-        raise TimeoutError(f"more than {MOST_SECONDS} s")
+    def stop(number: int, _: object) -> None:
+        raise TimeoutError(
+            f"more than {MOST_SECONDS} s of work" if number == signal.SIGPROF else f"more than {MOST_WAITING} s"
+        )
 
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(MOST_SECONDS)
+    before = {number: signal.signal(number, stop) for number in (signal.SIGPROF, signal.SIGALRM)}
+    signal.setitimer(signal.ITIMER_PROF, MOST_SECONDS)
+    signal.alarm(MOST_WAITING)
     try:
         yield
     finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
         signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager
