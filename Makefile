@@ -10,7 +10,7 @@ packages := $(sort $(dir $(wildcard moe_int8/__init__.py moe_int8/*/__init__.py 
                                     parallel/__init__.py serving/__init__.py evals/__init__.py)))
 stamp := .venv/installed-$(shell echo $(packages) | cksum | cut -d' ' -f1)
 
-.PHONY: install demo test fuzz lint clean
+.PHONY: install demo test fuzz bench lint clean
 
 ifneq ($(own_environment),)
 install: $(stamp)
@@ -51,6 +51,10 @@ test: install
 fuzz: install
 	MOE_INT8_FUZZ_INPUTS=100000 $(PYTHON) -m pytest -q tests/test_fuzz.py
 
+# What this machine's GPUs make of it. The README's tables are made from such files.
+bench: install
+	$(PYTHON) scripts/bench_step.py --json bench/step.json
+
 # mypy cannot see through the mapping of setup.py: it is shown the package as it is installed.
 lint: install
 	$(PYTHON) -m ruff check .
@@ -61,4 +65,4 @@ lint: install
 	MYPYPATH=.mypy_cache/tree:scripts $(PYTHON) -m mypy scripts/*.py
 
 clean:
-	rm -rf build dist demo *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf build dist demo bench *.egg-info .pytest_cache .mypy_cache .ruff_cache
