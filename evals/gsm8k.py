@@ -44,8 +44,8 @@ class Gsm8k:
         self.questions = questions[:num_questions]
         self.prompts = [
             Prompt(
-                tuple((_ask(example["question"], chat), f" {example['answer']}") for example in examples),
-                _ask(question["question"], chat),
+                tuple((ask(example["question"], chat=chat), f" {example['answer']}") for example in examples),
+                ask(question["question"], chat=chat),
                 instruction=INSTRUCTION,
             )
             for question in self.questions
@@ -85,7 +85,8 @@ class Gsm8k:
         ]
 
 
-def _ask(question: str, chat: bool) -> str:
+def ask(question: str, *, chat: bool) -> str:
+    """A question as it is asked: the form of a text to continue, or the bare question of a conversation."""
     return question if chat else f"Question: {question}\nAnswer:"
 
 

@@ -1,6 +1,7 @@
 """MMLU: four-choice questions of 57 subjects."""
 
 import csv
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,11 +80,10 @@ class Mmlu:
             examples = _read(dev)[:shots] if shots else []
             if len(examples) < shots:
                 raise ValueError(f"{dev} holds {len(examples)} questions, too few for {shots} shots; lower --shots")
-            shown = tuple((_ask(row, chat), f"{'Answer:' if chat else ''} {row[-1]}") for row in examples)
-            intro = f"The following are multiple choice questions (with answers) about {subject.replace('_', ' ')}.\n\n"
+            shown = tuple((ask(row, chat=chat), f"{'Answer:' if chat else ''} {row[-1]}") for row in examples)
             for index, row in enumerate(_read(file)[:num_questions]):
                 self.questions.append((subject, index, row))
-                self.prompts.append(Prompt(shown, _ask(row, chat), intro, INSTRUCTION))
+                self.prompts.append(Prompt(shown, ask(row, chat=chat), intro(subject), INSTRUCTION))
 
     def group(self, index: int) -> str:
         """The subject of a question: those of one subject begin with the same shots."""
@@ -133,7 +133,13 @@ class Mmlu:
         return rows
 
 
-def _ask(row: list[str], chat: bool) -> str:
+def intro(subject: str) -> str:
+    """What stands in front of a subject's questions in a text to continue."""
+    return f"The following are multiple choice questions (with answers) about {subject.replace('_', ' ')}.\n\n"
+
+
+def ask(row: Sequence[str], *, chat: bool) -> str:
+    """A question and its choices as they are asked, in a text to continue or in a conversation; `row` as in a table."""
     choices = "\n".join(f"{letter}. {choice}" for letter, choice in zip(LETTERS, row[1:5], strict=True))
     return f"{row[0]}\n{choices}" + ("" if chat else "\nAnswer:")
 
