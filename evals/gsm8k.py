@@ -27,8 +27,8 @@ class Gsm8k:
     """
 
     name = "gsm8k"
-    stop = ("\nQuestion:",)  # in the completion style a model goes on with the next question
-    choices = ()
+    stop: tuple[str, ...] = ("\nQuestion:",)  # in the completion style a model goes on with the next question
+    choices: tuple[str, ...] = ()
 
     def __init__(self, data: Path, *, shots: int, num_questions: int | None, chat: bool) -> None:
         file = data / "test.jsonl" if data.is_dir() else data

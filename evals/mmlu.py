@@ -49,7 +49,7 @@ class Mmlu:
     """
 
     name = "mmlu"
-    stop = ("\n\n",)  # in the completion style the next question comes behind an empty line
+    stop: tuple[str, ...] = ("\n\n",)  # in the completion style the next question comes behind an empty line
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class Mmlu:
         chat: bool,
         generate: bool,
     ) -> None:
-        self.choices = () if generate else CHOICES
+        self.choices: tuple[str, ...] = () if generate else CHOICES
         self.chat = chat
         files = {file.name.removesuffix("_test.csv"): file for file in sorted((data / "test").glob("*_test.csv"))}
         if not files:

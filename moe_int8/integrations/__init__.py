@@ -1,1 +1,1 @@
-"""Plugins for serving frameworks: to come. Nothing else in the project imports this package."""
+"""Plugins for serving frameworks, one a file: the only place that knows them. Nothing else imports this package."""
