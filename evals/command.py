@@ -2,7 +2,6 @@
 
 import argparse
 import hashlib
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,12 +14,13 @@ from moe_int8.evals.records import Records
 from moe_int8.evals.report import Run, Task
 from moe_int8.evals.server import Server
 from moe_int8.models.deepseek.fingerprint import fingerprint
-from moe_int8.models.deepseek.generate import Generator, check_limits, check_prompts
-from moe_int8.models.deepseek.memory import WHAT_TO_LOWER, MemoryPlan
+from moe_int8.models.deepseek.generate import check_prompts
+from moe_int8.models.deepseek.memory import WHAT_TO_LOWER, explained_out_of_memory
 from moe_int8.models.deepseek.progress import progress_bar
 from moe_int8.models.deepseek.sampling import SamplingParams
+from moe_int8.models.deepseek.start import start_generator
 from moe_int8.models.deepseek.text import load_tokenizer
-from moe_int8.models.deepseek.weights import load_model, open_model
+from moe_int8.models.deepseek.weights import open_model
 from moe_int8.parallel import (
     JOIN_TIMEOUT,
     check_tp_size,
@@ -30,7 +30,7 @@ from moe_int8.parallel import (
     meet,
     world_size,
 )
-from moe_int8.parallel.launch import ArgumentParser, first_rank, one_line_errors, options, packages, versions
+from moe_int8.parallel.launch import ArgumentParser, first_rank, one_line_errors, options, packages, say, versions
 
 Load = Callable[[argparse.Namespace], Task]
 
@@ -94,12 +94,8 @@ def parse(
 
 def evaluate(args: argparse.Namespace, load: Load) -> None:
     """Run the evaluation that the command line asks for; `load` reads the questions, on rank 0."""
-    with one_line_errors():
-        try:
-            summary = (_in_process if args.base_url is None else _ask_server)(args, load)
-        except torch.OutOfMemoryError as error:
-            hint = WHAT_TO_LOWER.replace("--max-batch", "--parallel")
-            raise ValueError(f"out of memory: {str(error).splitlines()[0]} {hint}") from error
+    with one_line_errors(), explained_out_of_memory(WHAT_TO_LOWER.replace("--max-batch", "--parallel")):
+        summary = (_in_process if args.base_url is None else _ask_server)(args, load)
         if summary and summary["failed"]:
             again = " run the same command again to ask them once more" if args.output else ""
             raise ValueError(
@@ -137,10 +133,6 @@ def _in_process(args: argparse.Namespace, load: Load) -> dict[str, Any] | None:
     meet(args.join_timeout)
     first = first_rank()
 
-    def say(line: str) -> None:
-        if first:
-            print(line, file=sys.stderr, flush=True)
-
     if first:
         say(versions())
     files = open_model(args.model, dtype=args.dtype, accumulator=args.accumulator)
@@ -167,20 +159,8 @@ def _in_process(args: argparse.Namespace, load: Load) -> dict[str, Any] | None:
     groups = init_groups(device, args.timeout, options(args, but=("model", *NOT_COMPARED)) | marks | packages())
     needed, max_batch, choices, params = groups.tp.broadcast_object((needed, max_batch, choices, params))
     max_model_len = needed if args.max_model_len is None else args.max_model_len
-    check_limits(config, max_batch=max_batch, max_model_len=max_model_len, prefill_chunk=args.prefill_chunk)
-    memory = MemoryPlan.of(
-        config,
-        files.precision,
-        tp_size=groups.tp.size,
-        max_batch=max_batch,
-        max_model_len=max_model_len,
-        device=device,
-    )
-    say(str(memory))
-    memory.check()
-    loaded = load_model(files, groups, device=device, say=say)
-    generator = Generator(loaded, max_batch, max_model_len, args.prefill_chunk)
-    model = Model(generator, groups.tp, tokenizer if first else None, params)
+    limits = {"max_batch": max_batch, "max_model_len": max_model_len, "prefill_chunk": args.prefill_chunk}
+    model = Model(start_generator(files, groups, device, **limits), groups.tp, tokenizer if first else None, params)
     run, jobs = None, []
     if first:
         run = Run(task, records)

@@ -84,6 +84,12 @@ def one_line_errors() -> Iterator[None]:
         _fail(f"{type(error).__name__}: {first_line(error)}")
 
 
+def say(line: str) -> None:
+    """Print a line for the user on stderr, once for all ranks."""
+    if first_rank():
+        print(line, file=sys.stderr, flush=True)
+
+
 def first_rank() -> bool:
     """Whether this process is rank 0 of torchrun, or the only one: the one that prints."""
     return os.environ.get("RANK", "0") == "0"

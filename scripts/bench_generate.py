@@ -10,7 +10,6 @@ Examples:
 """
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +18,12 @@ from results import write_results
 
 from moe_int8.models.deepseek.bench import MAX_LENGTH, figures, measure, random_requests, read_trace
 from moe_int8.models.deepseek.fingerprint import fingerprint
-from moe_int8.models.deepseek.generate import Generator, check_limits
-from moe_int8.models.deepseek.memory import WHAT_TO_LOWER, MemoryPlan
+from moe_int8.models.deepseek.memory import explained_out_of_memory
 from moe_int8.models.deepseek.sampling import SamplingParams
-from moe_int8.models.deepseek.weights import load_model, open_model
+from moe_int8.models.deepseek.start import start_generator
+from moe_int8.models.deepseek.weights import open_model
 from moe_int8.parallel import check_tp_size, close_groups, init_groups, local_device, world_size
-from moe_int8.parallel.launch import ArgumentParser, first_rank, one_line_errors, options, packages, versions
+from moe_int8.parallel.launch import ArgumentParser, first_rank, one_line_errors, options, packages, say, versions
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -58,10 +57,6 @@ def run(args: argparse.Namespace) -> None:
     """Load, measure, print and write --json."""
     first = first_rank()
 
-    def say(line: str) -> None:
-        if first:
-            print(line, file=sys.stderr, flush=True)
-
     if first:
         say(versions())
     files = open_model(args.model, dtype=args.dtype, accumulator=args.accumulator)
@@ -79,20 +74,8 @@ def run(args: argparse.Namespace) -> None:
     needed = min(max(map(sum, lengths)), config.max_position_embeddings)
     max_model_len = needed if args.max_model_len is None else args.max_model_len
     max_batch = min(args.max_batch, len(lengths))
-    check_limits(config, max_batch=max_batch, max_model_len=max_model_len, prefill_chunk=args.prefill_chunk)
-    plan = MemoryPlan.of(
-        config,
-        files.precision,
-        tp_size=groups.tp.size,
-        max_batch=max_batch,
-        max_model_len=max_model_len,
-        device=device,
-    )
-    say(str(plan))
-    plan.check()
-    generator = Generator(
-        load_model(files, groups, device=device, say=say), max_batch, max_model_len, args.prefill_chunk
-    )
+    limits = {"max_batch": max_batch, "max_model_len": max_model_len, "prefill_chunk": args.prefill_chunk}
+    generator = start_generator(files, groups, device, **limits)
     requests = random_requests(lengths, config.vocab_size, args.seed)
     done = measure(generator, requests, params, warmup=max_batch if args.warmup is None else args.warmup)
     close_groups()
@@ -137,11 +120,8 @@ def show(row: dict[str, Any], unit: str) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
-    with one_line_errors():
-        try:
-            run(args)
-        except torch.OutOfMemoryError as error:
-            raise ValueError(f"out of memory: {str(error).splitlines()[0]} {WHAT_TO_LOWER}") from error
+    with one_line_errors(), explained_out_of_memory():
+        run(args)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from moe_int8.models.deepseek.progress import progress_bar
 from moe_int8.models.deepseek.text import encode_prompt, load_tokenizer
 from moe_int8.models.deepseek.weights import load_model, open_model
 from moe_int8.parallel import check_tp_size, init_groups, local_device, world_size
-from moe_int8.parallel.launch import ArgumentParser, first_rank, one_line_errors, options, packages
+from moe_int8.parallel.launch import ArgumentParser, first_rank, one_line_errors, options, packages, say
 
 MOST = 10**6  # texts, and tokens of a text
 
@@ -83,10 +83,6 @@ def token_ids(args: argparse.Namespace, vocab_size: int) -> list[list[int]]:
 def run(args: argparse.Namespace) -> bool:
     """Compare, print, and return the verdict."""
     first = first_rank()
-
-    def say(line: str) -> None:
-        if first:
-            print(line, file=sys.stderr, flush=True)
 
     pairs = zip((args.reference, args.candidate), args.dtype, strict=True)
     files = [open_model(folder, dtype=dtype, accumulator=args.accumulator) for folder, dtype in pairs]

@@ -20,9 +20,10 @@ from typing import Any
 import torch
 
 from moe_int8.models.deepseek.fingerprint import fingerprint
-from moe_int8.models.deepseek.generate import Completion, Generator, check_limits, check_prompts
-from moe_int8.models.deepseek.memory import WHAT_TO_LOWER, MemoryPlan
+from moe_int8.models.deepseek.generate import Completion, Generator
+from moe_int8.models.deepseek.memory import explained_out_of_memory
 from moe_int8.models.deepseek.sampling import SamplingParams
+from moe_int8.models.deepseek.start import start_generator
 from moe_int8.models.deepseek.text import (
     Detokenizer,
     StopStrings,
@@ -31,7 +32,7 @@ from moe_int8.models.deepseek.text import (
     load_tokenizer,
     read_prompts,
 )
-from moe_int8.models.deepseek.weights import load_model, open_model
+from moe_int8.models.deepseek.weights import open_model
 from moe_int8.parallel import (
     JOIN_TIMEOUT,
     Group,
@@ -43,7 +44,7 @@ from moe_int8.parallel import (
     wait_for_first,
     world_size,
 )
-from moe_int8.parallel.launch import ArgumentParser, first_rank, one_line_errors, options, packages, versions
+from moe_int8.parallel.launch import ArgumentParser, first_rank, one_line_errors, options, packages, say, versions
 
 DEFAULT_MAX_BATCH = 32
 DEFAULT_MAX_NEW_TOKENS = 256
@@ -199,10 +200,6 @@ def run(args: argparse.Namespace) -> None:
     meet(args.join_timeout)
     first = first_rank()
 
-    def say(line: str) -> None:
-        if first:
-            print(line, file=sys.stderr, flush=True)
-
     if first:
         say(versions())
     files = open_model(args.model, dtype=args.dtype, accumulator=args.accumulator)
@@ -232,20 +229,8 @@ def run(args: argparse.Namespace) -> None:
     needed = CHAT_MODEL_LEN if args.chat else max(map(len, prompts)) + params.max_new_tokens
     max_model_len = min(needed, config.max_position_embeddings) if args.max_model_len is None else args.max_model_len
     max_batch = min(max(len(prompts), 1), DEFAULT_MAX_BATCH) if args.max_batch is None else args.max_batch
-    check_limits(config, max_batch=max_batch, max_model_len=max_model_len, prefill_chunk=args.prefill_chunk)
-    check_prompts(config, prompts, max_model_len)
-    plan = MemoryPlan.of(
-        config,
-        files.precision,
-        tp_size=groups.tp.size,
-        max_batch=max_batch,
-        max_model_len=max_model_len,
-        device=device,
-    )
-    say(str(plan))
-    plan.check()
-    model = load_model(files, groups, device=device, say=say)
-    session = Session(Generator(model, max_batch, max_model_len, args.prefill_chunk), groups.tp, params, tokenizer)
+    limits = {"max_batch": max_batch, "max_model_len": max_model_len, "prefill_chunk": args.prefill_chunk}
+    session = Session(start_generator(files, groups, device, prompts=prompts, **limits), groups.tp, params, tokenizer)
     if args.chat:
         say("an empty line ends the chat")
         session.chat(args.system)
@@ -285,11 +270,8 @@ def report(
 
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
-    with one_line_errors():
-        try:
-            run(args)
-        except torch.OutOfMemoryError as error:
-            raise ValueError(f"out of memory: {str(error).splitlines()[0]} {WHAT_TO_LOWER}") from error
+    with one_line_errors(), explained_out_of_memory():
+        run(args)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
 """How much memory a rank needs, known before any is taken."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -73,3 +75,12 @@ def free_bytes(device: torch.device) -> int:
 
 
 WHAT_TO_LOWER = "Lower --max-batch or --max-model-len, or use more GPUs (a larger --nproc-per-node or more nodes)"
+
+
+@contextmanager
+def explained_out_of_memory(what_to_lower: str = WHAT_TO_LOWER) -> Iterator[None]:
+    """Turn torch's many lines about a full device into a ValueError of one, with what to lower."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ValueError(f"out of memory: {str(error).splitlines()[0]} {what_to_lower}") from error

@@ -1,6 +1,5 @@
 """The README's commands for two nodes, on two emulated ones (tests/two_nodes.sh), against one rank."""
 
-import importlib.util
 import os
 import re
 import shlex
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from byte_tokenizer import VOCAB_SIZE, write_tokenizer
+from ranks import load_script
 from tiny import PLAIN_ROPE, V3, make_reference, save
 
 ROOT = Path(__file__).parents[2]
@@ -52,12 +52,8 @@ def run_nodes(home: Path, commands: list[str]) -> subprocess.CompletedProcess[st
 
 def one_rank(home: Path, command: str, capsys, monkeypatch) -> str:
     """What the command's script answers on one rank, in this process."""
-    spec = importlib.util.spec_from_file_location("script_generate", ROOT / "scripts" / "generate.py")
-    script = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, script)  # dataclasses look their module up
-    spec.loader.exec_module(script)
     monkeypatch.chdir(home)
-    script.main([*shlex.split(command.split("scripts/generate.py")[1]), "--device", "cpu"])
+    load_script("generate").main([*shlex.split(command.split("scripts/generate.py")[1]), "--device", "cpu"])
     return capsys.readouterr().out
 
 

@@ -1,22 +1,17 @@
 """scripts/compare_evals.py on results with known pairs."""
 
-import importlib.util
 import json
 from pathlib import Path
 
 import pytest
+from ranks import load_script
 
 from moe_int8.evals.statistics import Paired, score
 
-ROOT = Path(__file__).parents[2]
-
 
 def run(*argv: object) -> int:
-    spec = importlib.util.spec_from_file_location("script_compare", ROOT / "scripts" / "compare_evals.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
     try:
-        module.main([*map(str, argv)])
+        load_script("compare_evals").main([*map(str, argv)])
     except SystemExit as stop:
         return stop.code
     return 0

@@ -1,7 +1,6 @@
 """scripts/eval_gsm8k.py and eval_mmlu.py with models of known answers, in process and behind a server, and as a user
 meets them: continued after a kill, on two ranks, and one line for what is wrong."""
 
-import importlib.util
 import json
 import math
 import os
@@ -26,6 +25,7 @@ from eval_fakes import (
     write_mmlu,
 )
 from official_layout import TINY, write_official_checkpoint
+from ranks import load_script
 
 from moe_int8.evals import command
 from moe_int8.models.deepseek.convert import Settings, convert
@@ -59,14 +59,6 @@ def _in_short_time(monkeypatch) -> None:
     monkeypatch.setattr("moe_int8.evals.server.FIRST_WAIT", 0.001)
 
 
-def load_script(name: str):
-    spec = importlib.util.spec_from_file_location(f"script_{name}", ROOT / "scripts" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 def run(name: str, *argv: object) -> int:
     """The exit status."""
     try:
@@ -87,8 +79,8 @@ def same(file: Path) -> dict:
 
 def fake_model(monkeypatch, folder: Path, answers: dict[str, str], finish: str = "stop") -> type:
     fake = fake_generator(folder, answers, finish)
-    monkeypatch.setattr(command, "Generator", fake)
-    monkeypatch.setattr(command, "load_model", lambda *_, **__: None)
+    monkeypatch.setattr("moe_int8.models.deepseek.start.Generator", fake)
+    monkeypatch.setattr("moe_int8.models.deepseek.start.load_model", lambda *_, **__: None)
     return fake
 
 

@@ -1,12 +1,12 @@
 """The demo checkpoint: the official layout, and numbers on which a comparison of INT8 and BF16 means something."""
 
-import importlib.util
 import json
 import math
 from pathlib import Path
 
 import pytest
 import torch
+from ranks import load_script
 from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
@@ -16,11 +16,7 @@ from moe_int8.models.deepseek.text import encode_chat, load_tokenizer
 from moe_int8.quantization.block_fp8 import dequantize_block_fp8
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "make_demo_checkpoint.py"
-spec = importlib.util.spec_from_file_location("make_demo_checkpoint", SCRIPT)
-assert spec is not None
-assert spec.loader is not None
-script = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(script)
+script = load_script("make_demo_checkpoint")
 
 FP8, BF16, FP32 = torch.float8_e4m3fn, torch.bfloat16, torch.float32
 MTP = 4  # the layer after the last

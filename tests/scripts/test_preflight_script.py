@@ -1,6 +1,5 @@
 """scripts/preflight.py as a user meets it, on one node; several nodes are in tests/parallel/test_two_nodes.py."""
 
-import importlib.util
 import json
 import os
 import socket
@@ -9,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from official_layout import TINY, write_official_checkpoint
+from ranks import load_script
 
 ROOT = Path(__file__).parents[2]
 
@@ -22,10 +22,7 @@ def model(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def script():
-    spec = importlib.util.spec_from_file_location("script_preflight", ROOT / "scripts" / "preflight.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("preflight")
 
 
 @pytest.fixture
