@@ -7,6 +7,7 @@ from typing import Any
 from moe_int8.evals.answers import answer_of, flexible_number, strict_number
 from moe_int8.evals.prompts import Output, Prompt
 from moe_int8.evals.statistics import score
+from moe_int8.models.deepseek.untrusted import read_text
 
 INSTRUCTION = "Solve this problem step by step. End with a line that holds #### and the resulting number.\n\n"
 
@@ -92,7 +93,7 @@ def ask(question: str, *, chat: bool) -> str:
 
 def _read(file: Path) -> list[dict[str, str]]:
     questions = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), start=1):
+    for number, line in enumerate(read_text(file).split("\n"), start=1):
         if not line.strip():
             continue
         try:

@@ -56,9 +56,9 @@ class Records:
             self._partial.unlink()
 
     def _read(self) -> None:
-        text = self._partial.read_text(encoding="utf-8")
-        lines = text.split("\n")[:-1]  # a line without its end was not finished
         try:
+            text = self._partial.read_text(encoding="utf-8")
+            lines = text.split("\n")[:-1]  # a line without its end was not finished
             began, *records = [json.loads(line) for line in lines]
             then = began["settings"] | {}
             self.done = {record.pop("index"): record for record in records if not _failed(record)}

@@ -18,6 +18,7 @@ from moe_int8.models.deepseek.fingerprint import fingerprint
 from moe_int8.models.deepseek.generate import Generator
 from moe_int8.models.deepseek.progress import progress_bar
 from moe_int8.models.deepseek.text import encode_prompt, load_tokenizer
+from moe_int8.models.deepseek.untrusted import read_text
 from moe_int8.models.deepseek.weights import load_model, open_model
 from moe_int8.parallel import check_tp_size, init_groups, local_device, world_size
 from moe_int8.parallel.launch import ArgumentParser, first_rank, one_line_errors, options, packages, say
@@ -70,7 +71,7 @@ def token_ids(args: argparse.Namespace, vocab_size: int) -> list[list[int]]:
     if args.text is None:
         generator = torch.Generator().manual_seed(args.seed)
         return torch.randint(vocab_size, (args.sequences, args.length), generator=generator).tolist()
-    ids = encode_prompt(load_tokenizer(args.reference), args.text.read_text(encoding="utf-8"))
+    ids = encode_prompt(load_tokenizer(args.reference), read_text(args.text))
     needed = args.sequences * args.length
     if len(ids) < needed:
         raise ValueError(

@@ -17,7 +17,7 @@ import torch
 
 from moe_int8.models.deepseek.generate import Completion, Watch
 from moe_int8.models.deepseek.sampling import SamplingParams
-from moe_int8.models.deepseek.untrusted import shown
+from moe_int8.models.deepseek.untrusted import read_text, shown
 
 PERCENTILES = (50, 75, 95, 99)
 TRACE_COLUMNS = ("ContextTokens", "GeneratedTokens")  # as in the Azure LLM inference traces
@@ -74,12 +74,13 @@ def read_trace(path: Path, most: int) -> list[tuple[int, int]]:
     """The (input, output) lengths of the first `most` requests of a CSV with the columns TRACE_COLUMNS.
 
     Raises:
-        ValueError: a column is missing, a length is not a number from 1 to MAX_LENGTH, or there are no requests; names
-            the line.
+        OSError: it cannot be read.
+        ValueError: it is no CSV in UTF-8, a column is missing, a length is not a number from 1 to MAX_LENGTH, or there
+            are no requests; names the line.
     """
     lengths = []
-    with open(path, encoding="utf-8", newline="") as file:
-        reader = csv.DictReader(file)
+    reader = csv.DictReader(read_text(path).splitlines())
+    try:
         missing = [name for name in TRACE_COLUMNS if name not in (reader.fieldnames or ())]
         if missing:
             raise ValueError(f"{path} has no column {missing[0]}; a trace has {' and '.join(TRACE_COLUMNS)}")
@@ -90,6 +91,8 @@ def read_trace(path: Path, most: int) -> list[tuple[int, int]]:
                     f"{path}, line {reader.line_num}: expected two lengths from 1 to {MAX_LENGTH}, got {shown(values)}"
                 )
             lengths.append((int(values[0]), int(values[1])))
+    except csv.Error as error:
+        raise ValueError(f"{path} is no CSV: {error}") from error
     if not lengths:
         raise ValueError(f"{path} holds no requests")
     return lengths

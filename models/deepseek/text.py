@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moe_int8.models.deepseek.untrusted import brief, parse_json, shown
+from moe_int8.models.deepseek.untrusted import brief, parse_json, read_text, shown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -48,11 +48,8 @@ def read_prompts(path: Path) -> list[str]:
         OSError: it cannot be read.
         ValueError: it is no UTF-8, holds no prompts, or a line is no such object; names the line.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no UTF-8 text: {error}") from error
-    prompts = [_prompt_of(path, number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+    lines = enumerate(read_text(path).split("\n"), start=1)
+    prompts = [_prompt_of(path, number, line) for number, line in lines if line.strip()]
     if not prompts:
         raise ValueError(f"{path} holds no prompts")
     return prompts

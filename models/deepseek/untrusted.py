@@ -13,6 +13,19 @@ _short = reprlib.Repr()
 _short.maxstring = _short.maxother = _short.maxlong = 80
 
 
+def read_text(path: Path) -> str:
+    """The text of a file.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is no UTF-8; names the file.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no UTF-8 text: {error}") from error
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file.
 

@@ -70,6 +70,12 @@ def test_a_broken_line_is_named(tmp_path, line, message):
         task(tmp_path, shots=0)
 
 
+def test_what_is_no_text_is_named(tmp_path):
+    (tmp_path / "test.jsonl").write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match=r"test\.jsonl is no UTF-8 text"):
+        task(tmp_path, shots=0)
+
+
 def test_too_few_questions_for_the_shots_and_none_at_all(tmp_path):
     write_gsm8k(tmp_path, 3, train=1)
     with pytest.raises(ValueError, match="lower --shots"):

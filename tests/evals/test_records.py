@@ -75,6 +75,12 @@ def test_a_partial_file_of_something_else_is_refused(tmp_path, content):
     assert (tmp_path / "a.json.partial").read_text() == content
 
 
+def test_a_partial_file_that_is_no_text_is_refused(tmp_path):
+    (tmp_path / "a.json.partial").write_bytes(b"\xff\xfe\n")
+    with pytest.raises(ValueError, match="no begun evaluation"):
+        Records(tmp_path / "a.json", SETTINGS)
+
+
 def test_failed_questions_are_asked_again(tmp_path):
     records = Records(tmp_path / "a.json", SETTINGS)
     records.add({0: ONE, 1: TWO | {"error": "HTTP 500"}})

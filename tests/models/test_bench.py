@@ -222,3 +222,13 @@ def test_a_broken_trace_is_refused_with_its_line(tmp_path, text, message):
     trace.write_text(text)
     with pytest.raises(ValueError, match=message):
         read_trace(trace, 10)
+
+
+def test_what_is_no_csv_is_refused(tmp_path):
+    trace = tmp_path / "t.csv"
+    trace.write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match=r"t\.csv is no UTF-8 text"):
+        read_trace(trace, 10)
+    trace.write_text(f"ContextTokens,GeneratedTokens\n{'5' * 200_000},1\n")  # longer than csv's largest field
+    with pytest.raises(ValueError, match=r"t\.csv is no CSV: field larger"):
+        read_trace(trace, 10)
