@@ -96,7 +96,8 @@ class WideExperts(nn.Module):
         assert isinstance(experts.down_proj, nn.Parameter)
         self.gate_up_proj = experts.gate_up_proj  # [E, 2I, H], gate rows, then up rows
         self.down_proj = experts.down_proj  # [E, H, I]
-        self.register_buffer("load", torch.zeros(len(self.down_proj)), persistent=False)
+        chosen = torch.zeros(len(self.down_proj), device=self.down_proj.device)
+        self.register_buffer("load", chosen, persistent=False)
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
