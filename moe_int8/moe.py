@@ -220,16 +220,24 @@ def _run_in_chunks(
     out: torch.Tensor,
 ) -> None:
     """Write the MoE of x into out, as many tokens at a time as the scratch memory holds; none sees the others."""
-    expert_outputs = _expert_outputs_triton if use_triton(x) else _expert_outputs_cpu
-    combine = _combine_triton if use_triton(x) else _combine_cpu
+    run = _run_triton if use_triton(x) else _run_cpu
     dtype = x.dtype if x_scale is None else out.dtype
     chunk = max(SCRATCH_BYTES // _scratch_bytes_per_token(topk_ids.shape[1], experts.w2, dtype), 1)
     with torch.cuda.device_of(x):
         for start in range(0, x.shape[0], chunk):
             tokens = slice(start, start + chunk)
-            q, scale = quantize_per_token(x[tokens]) if x_scale is None else (x[tokens], x_scale[tokens])
-            z = expert_outputs(q, scale.view(-1), experts, topk_weights[tokens], topk_ids[tokens], dtype, accumulator)
-            combine(z, topk_ids[tokens], experts, routed_scaling_factor, out[tokens])
+            scale = None if x_scale is None else x_scale[tokens]
+            run(
+                x[tokens],
+                scale,
+                experts,
+                topk_weights[tokens],
+                topk_ids[tokens],
+                routed_scaling_factor,
+                accumulator,
+                dtype,
+                out[tokens],
+            )
 
 
 def _scratch_bytes_per_token(topk: int, w2: torch.Tensor, dtype: torch.dtype) -> int:
@@ -238,46 +246,36 @@ def _scratch_bytes_per_token(topk: int, w2: torch.Tensor, dtype: torch.dtype) ->
     return topk * slot + H + 4  # and the token's codes and scale
 
 
-def _expert_outputs_triton(
-    q: torch.Tensor,
-    scale: torch.Tensor,
+def _run_triton(
+    x: torch.Tensor,
+    x_scale: torch.Tensor | None,
     experts: _Experts,
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
-    dtype: torch.dtype,
+    factor: float,
     accumulator: str,
-) -> torch.Tensor:
-    from moe_int8.kernels.moe_align import launch_moe_align
-    from moe_int8.kernels.moe_gemm import launch_moe_down, launch_moe_gate_up
-    from moe_int8.tuning import moe_configs
-
-    w13, w13_scale, w2, w2_scale, expert_map = experts
-    (M, topk), (E, _, N) = topk_ids.shape, w2.shape
-    spread = E if expert_map is None else expert_map.numel()
-    gate_up, down = moe_configs(M, topk, spread, N, q.device, accumulator)
-    alignment = launch_moe_align(topk_ids, expert_map, E, gate_up.block_m)
-    h = launch_moe_gate_up(q, scale, w13, w13_scale, alignment, topk, dtype, accumulator, gate_up)
-    q_h, scale_h = quantize_per_token(h)
-    return launch_moe_down(q_h, scale_h, w2, w2_scale, topk_weights, alignment, dtype, accumulator, down)
-
-
-def _combine_triton(
-    z: torch.Tensor, topk_ids: torch.Tensor, experts: _Experts, factor: float, out: torch.Tensor
+    dtype: torch.dtype,
+    out: torch.Tensor,
 ) -> None:
-    from moe_int8.kernels.moe_combine import launch_moe_combine
+    from moe_int8.kernels.fused_moe import launch_fused_moe
 
-    launch_moe_combine(z, topk_ids, experts.expert_map, experts.w2.shape[0], factor, out)
+    *weights, expert_map = experts
+    launch_fused_moe(x, x_scale, *weights, topk_weights, topk_ids, expert_map, factor, accumulator, dtype, out)
 
 
-def _expert_outputs_cpu(
-    q: torch.Tensor,
-    scale: torch.Tensor,
+def _run_cpu(
+    x: torch.Tensor,
+    x_scale: torch.Tensor | None,
     experts: _Experts,
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
-    dtype: torch.dtype,
+    factor: float,
     accumulator: str,
-) -> torch.Tensor:
+    dtype: torch.dtype,
+    out: torch.Tensor,
+) -> None:
+    q, scale = quantize_per_token(x) if x_scale is None else (x, x_scale)
+    scale = scale.view(-1)
     w13, w13_scale, w2, w2_scale, expert_map = experts
     (M, topk), (E, H, _) = topk_ids.shape, w2.shape
     local = _local_ids(topk_ids, expert_map, E).flatten()
@@ -293,12 +291,8 @@ def _expert_outputs_cpu(
         q_h, scale_h = quantize_per_token(swiglu(*gate_up.chunk(2, dim=-1)).to(dtype))
         expert_out = int8_matmul_cpu(q_h, w2[e], accumulator).mul_(scale_h).mul_(w2_scale[e])
         z[slots] = expert_out.mul_(topk_weights.flatten()[slots, None]).to(dtype)
-    return z
-
-
-def _combine_cpu(z: torch.Tensor, topk_ids: torch.Tensor, experts: _Experts, factor: float, out: torch.Tensor) -> None:
     total = torch.zeros(out.shape, dtype=torch.float32)
-    for slot_out in z.view(*topk_ids.shape, -1).unbind(dim=1):
+    for slot_out in z.view(M, topk, H).unbind(dim=1):
         total += slot_out
     out.copy_(total.mul_(factor))
 

@@ -52,6 +52,34 @@ class LaunchConfig:
         return buffers * (self.block_m + b_tiles * self.block_n) * self.block_k
 
 
+@dataclass(frozen=True)
+class FewTokensConfig:
+    """How the two GEMMs for a few tokens are cut into programs."""
+
+    up_block_n: int
+    up_block_k: int
+    splits: int  # of K in the first GEMM
+    down_block_n: int
+    num_warps: int
+    num_stages: int
+    at_once: bool = False
+    overlap: bool = False
+    down_warps: int = 4
+
+    def split_k(self, K: int) -> int:
+        """The part of K that one program of the first GEMM multiplies."""
+        return -(-K // (self.splits * self.up_block_k)) * self.up_block_k
+
+
+@dataclass(frozen=True)
+class MoEPlan:
+    """Which kernels run a fused MoE: `few_tokens` alone, or `gate_up` and `down`, which share gate_up.block_m."""
+
+    few_tokens: FewTokensConfig | None
+    gate_up: LaunchConfig | None
+    down: LaunchConfig | None
+
+
 FIELD_NAMES = {  # in the files -> here
     "BLOCK_SIZE_M": "block_m",
     "BLOCK_SIZE_N": "block_n",
@@ -60,6 +88,9 @@ FIELD_NAMES = {  # in the files -> here
     "num_warps": "num_warps",
     "num_stages": "num_stages",
 }
+FEW_TOKENS_TOPK = 16  # most experts a token for which there is a FewTokensConfig
+FEW_TOKENS_N = 256  # largest intermediate size of which one program holds all of a token's rows
+FEW_SLOTS = 128
 GATE_UP_B_TILES = 2  # the first GEMM of the MoE loads a gate and an up tile
 
 
@@ -72,10 +103,8 @@ def dense_config(M: int, N: int, K: int, device: torch.device, accumulator: str)
     return _usable(config, 1, capability, accumulator)
 
 
-def moe_configs(
-    M: int, topk: int, E: int, N: int, device: torch.device, accumulator: str
-) -> tuple[LaunchConfig, LaunchConfig]:
-    """The configurations of fused_moe's two GEMMs; they share block_m, because they share one alignment.
+def moe_plan(M: int, topk: int, E: int, N: int, device: torch.device, accumulator: str) -> MoEPlan:
+    """The kernels of fused_moe and their configurations.
 
     Args:
         M: tokens in the call.
@@ -83,13 +112,17 @@ def moe_configs(
         N: the intermediate size on this rank.
     """
     name, capability = _device(device)
+    slots = M * topk
+    exact = accumulator == "int32"  # sums may be split and their parts added in any order
+    if exact and slots <= FEW_SLOTS and topk <= FEW_TOKENS_TOPK and N <= FEW_TOKENS_N:
+        return MoEPlan(default_few_tokens(slots, N), None, None)
     tuned = _tuned(config_file_name(name, E=E, N=N), M)
-    rows = -(-M * topk // E)  # of one expert, on average
+    rows = -(-slots // E)  # of one expert, on average
     gate_up, down = (
         _usable(tuned or default_config(rows, b_tiles, accumulator), b_tiles, capability, accumulator)
         for b_tiles in (GATE_UP_B_TILES, 1)
     )
-    return gate_up, down
+    return MoEPlan(None, gate_up, down)
 
 
 def config_file_name(device_name: str, **sizes: int) -> str:
@@ -145,6 +178,14 @@ def default_config(rows: int, b_tiles: int, accumulator: str) -> LaunchConfig:
     if rows <= 128 or accumulator == "fp32":
         return LaunchConfig(64, block_n, 128, group_m=8, num_warps=4, num_stages=3)
     return LaunchConfig(128, block_n, 128, group_m=8, num_warps=8, num_stages=3)
+
+
+def default_few_tokens(slots: int, N: int) -> FewTokensConfig:
+    """The heuristic for a few tokens: about 256 programs in the first GEMM."""
+    block_n, splits = 64, 8
+    while splits > 1 and splits * slots * -(-2 * N // block_n) > 256:
+        splits //= 2
+    return FewTokensConfig(block_n, 128, splits, down_block_n=64, num_warps=4, num_stages=4)
 
 
 def fit(config: LaunchConfig, b_tiles: int, capability: tuple[int, int]) -> LaunchConfig:

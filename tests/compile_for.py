@@ -16,6 +16,7 @@ import pytest
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 from moe_int8.dispatch import INTERPRETED
 
@@ -68,7 +69,7 @@ def compile_for(
     names = kernel.arg_names
     if unknown := (set(types) | set(constants)) ^ set(names):
         raise ValueError(f"{kernel.__name__} has the arguments {names}, given or missing: {sorted(unknown)}")
-    source = ASTSource(
+    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(
         fn=kernel,
         signature={name: types.get(name, "constexpr") for name in names},
         constexprs={(names.index(name),): value for name, value in constants.items()},

@@ -17,7 +17,7 @@ from moe_int8.tuning import (
     dense_config,
     fit,
     load_configs,
-    moe_configs,
+    moe_plan,
     nearest,
     save_configs,
 )
@@ -61,11 +61,11 @@ def test_c10_file_name_of_a_tp16_shard():
 
 def test_c10_what_a_tuner_writes_is_what_the_lookup_finds(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(tuning, "_device", lambda device: ("NVIDIA A100-SXM4-80GB", A100))
-    default = moe_configs(8, 8, 256, 128, CPU, "int32")
+    default = moe_plan(80, 8, 256, 128, CPU, "int32").gate_up
     save_configs(tmp_path / config_file_name("NVIDIA A100-SXM4-80GB", E=256, N=128), {8: LARGE})
     monkeypatch.setenv(CONFIG_DIR_VARIABLE, str(tmp_path))
-    assert moe_configs(8, 8, 256, 128, CPU, "int32") == (LARGE, LARGE) != default
-    assert moe_configs(8, 8, 256, 64, CPU, "int32") != (LARGE, LARGE)  # another shard, another file
+    assert moe_plan(80, 8, 256, 128, CPU, "int32").gate_up == LARGE != default
+    assert moe_plan(80, 8, 256, 64, CPU, "int32").gate_up != LARGE  # another shard, another file
 
 
 def test_dense_lookup_has_its_own_file(tmp_path: Path, monkeypatch):
@@ -127,5 +127,5 @@ def test_fp32_converts_once_every_128_whatever_the_file_says(tmp_path: Path, mon
 
 def test_both_moe_gemms_share_the_rows_of_a_block():
     for M in (1, 7, 300, 4096, 60_000):
-        gate_up, down = moe_configs(M, 8, 256, 128, CPU, "int32")
-        assert gate_up.block_m == down.block_m
+        plan = moe_plan(M, 8, 256, 2048, CPU, "int32")
+        assert plan.gate_up.block_m == plan.down.block_m

@@ -4,14 +4,20 @@ Their bits are part of the numeric contract, so the kernels that call them launc
 otherwise a product and the addition after it become one fused operation, which rounds once instead of twice.
 """
 
+from functools import cache
+
+import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from moe_int8 import numerics
+from moe_int8.dispatch import INTERPRETED
 
 CODE_MAX = tl.constexpr(float(numerics.CODE_MAX))
 STEP = tl.constexpr(numerics.STEP)
 MIN_AMAX = tl.constexpr(numerics.MIN_AMAX)
+TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 ROUND_TO_INTEGER = tl.constexpr(1.5 * 2**23)  # fp32 numbers of this size are integers apart
 
 
@@ -51,3 +57,27 @@ def scale_from_amax(amax):
 def swiglu(gate, up):
     """silu(gate) * up in fp32, the twin of moe_int8.activation.swiglu."""
     return tl.div_rn(gate, 1.0 + tl.exp(-gate)) * up
+
+
+@cache
+def overlaps(device: torch.device) -> bool:
+    """Whether the next kernel of an operator may be launched while one still runs (programmatic dependent launch).
+
+    Such a kernel has `launch_pdl=True` and calls `wait_for_the_previous` before it reads or writes what others write.
+    Every program of every kernel in between waits as well, so what came before the previous kernel is done, too.
+    """
+    return device.type == "cuda" and not INTERPRETED and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@triton.jit
+def let_the_next_start(OVERLAP: tl.constexpr):
+    """Let the next kernel's programs take the place that this one leaves free."""
+    if OVERLAP:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_the_previous(OVERLAP: tl.constexpr):
+    """Wait until the kernel before is done and what it stored can be seen."""
+    if OVERLAP:
+        gdc_wait()

@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from moe_int8.kernels.common import overlaps, wait_for_the_previous
 from moe_int8.kernels.moe_align import local_expert
 
 BLOCK_H = 1024
@@ -17,17 +18,19 @@ def _moe_combine_kernel(
     y_ptr,
     num_ids,
     num_experts,
-    topk,
     H,
     factor,
     stride_ym,
+    TOPK: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    wait_for_the_previous(OVERLAP)
     m = tl.program_id(0).to(tl.int64)
     offs_h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
-    for k in range(topk):
-        slot = m * topk + k
+    for k in tl.static_range(TOPK):
+        slot = m * TOPK + k
         local = local_expert(tl.load(topk_ids_ptr + slot), expert_map_ptr, num_ids, num_experts)
         width = tl.where(local >= 0, H, 0)  # nobody wrote the row of a slot that is not local: it is not read either
         row = tl.load(experts_out_ptr + slot * H + offs_h, mask=offs_h < width, other=0.0)
@@ -53,6 +56,7 @@ def launch_moe_combine(
     """
     (M, topk), H = topk_ids.shape, experts_out.shape[1]
     num_ids = num_experts if expert_map is None else expert_map.numel()
+    overlap = overlaps(y.device)
     _moe_combine_kernel[(M, triton.cdiv(H, BLOCK_H))](
         experts_out,
         topk_ids,
@@ -60,10 +64,12 @@ def launch_moe_combine(
         y,
         num_ids,
         num_experts,
-        topk,
         H,
         factor,
         y.stride(0),
+        TOPK=topk,
         BLOCK=BLOCK_H,
+        OVERLAP=overlap,
+        launch_pdl=overlap,
         enable_fp_fusion=False,
     )

@@ -8,13 +8,24 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_int8.kernels.common import swiglu
+from moe_int8.kernels.common import (
+    TRITON_DTYPES,
+    abs_bits,
+    amax_from_bits,
+    let_the_next_start,
+    overlaps,
+    quantize_with_amax,
+    scale_from_amax,
+    swiglu,
+    wait_for_the_previous,
+)
 from moe_int8.kernels.gemm import grouped_order, int8_tile
 from moe_int8.kernels.moe_align import Alignment
+from moe_int8.kernels.quantize import launch_quantize_per_token
 from moe_int8.tuning import LaunchConfig
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_blocks", "num_slots"])
 def _moe_gate_up_kernel(
     q_ptr,
     scale_ptr,
@@ -23,7 +34,8 @@ def _moe_gate_up_kernel(
     sorted_token_ids_ptr,
     expert_ids_ptr,
     num_tokens_post_padded_ptr,
-    h_ptr,
+    h_ptr,  # codes of h, if there is a place for their scales
+    h_scale_ptr,  # None: h is stored as it is
     max_blocks,
     num_slots,
     topk,
@@ -38,7 +50,11 @@ def _moe_gate_up_kernel(
     GROUP_M: tl.constexpr,
     EVEN_K: tl.constexpr,
     FP32_ACCUMULATE: tl.constexpr,
+    OVERLAP: tl.constexpr,
+    DTYPE: tl.constexpr,  # to which h is rounded
 ):
+    let_the_next_start(OVERLAP)
+    wait_for_the_previous(OVERLAP)
     block_m, block_n = grouped_order(tl.program_id(0), max_blocks, tl.cdiv(N, BLOCK_N), GROUP_M)
     if block_m * BLOCK_M >= tl.load(num_tokens_post_padded_ptr):
         return
@@ -61,13 +77,19 @@ def _moe_gate_up_kernel(
     )
     gate_up = gate_up * tl.load(scale_ptr + token)[:, None] * tl.load(w13_scale_ptr + expert * 2 * N + row_n)[None, :]
     gate, up = tl.split(tl.reshape(gate_up, (BLOCK_M, BLOCK_N, 2)))
-    h = swiglu(gate, up).to(h_ptr.dtype.element_ty)
+    h = swiglu(gate, up).to(DTYPE)
 
     offs_n = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    tl.store(h_ptr + slot[:, None] * N + offs_n[None, :], h, mask=(slot < num_slots)[:, None] & (offs_n < N)[None, :])
+    stored = (slot < num_slots)[:, None] & (offs_n < N)[None, :]
+    if h_scale_ptr is not None:  # the tile holds whole rows
+        h = tl.where((offs_n < N)[None, :], h.to(tl.float32), 0.0)
+        amax = amax_from_bits(tl.max(abs_bits(h), axis=1))
+        tl.store(h_scale_ptr + slot, scale_from_amax(amax), mask=slot < num_slots)
+        h = quantize_with_amax(h, amax[:, None])
+    tl.store(h_ptr + slot[:, None] * N + offs_n[None, :], h, mask=stored)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_blocks", "num_slots"])
 def _moe_down_kernel(
     q_ptr,
     scale_ptr,
@@ -90,7 +112,10 @@ def _moe_down_kernel(
     GROUP_M: tl.constexpr,
     EVEN_K: tl.constexpr,
     FP32_ACCUMULATE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    let_the_next_start(OVERLAP)
+    wait_for_the_previous(OVERLAP)
     block_m, block_n = grouped_order(tl.program_id(0), max_blocks, tl.cdiv(N, BLOCK_N), GROUP_M)
     if block_m * BLOCK_M >= tl.load(num_tokens_post_padded_ptr):
         return
@@ -122,11 +147,13 @@ def launch_moe_gate_up(
     w13_scale: torch.Tensor,
     alignment: Alignment,
     topk: int,
-    out_dtype: torch.dtype,
+    dtype: torch.dtype,
     accumulator: str,
     config: LaunchConfig,
-) -> torch.Tensor:
-    """Launch h[slot] = swiglu(gate, up) of the slot's token and expert.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Launch h[slot] = swiglu(gate, up) of the slot's token and expert, rounded to `dtype` and quantized.
+
+    A tile that holds whole rows quantizes them itself; narrower ones store h, and a pass of its own quantizes it.
 
     Args:
         q: [M, H] int8, rows contiguous. scale: [M] fp32, contiguous, by token.
@@ -134,10 +161,12 @@ def launch_moe_gate_up(
         alignment: of the M * topk slots, padded to config.block_m.
 
     Returns:
-        [M * topk, I] `out_dtype`; rows of slots that are not local are not initialized.
+        codes [M * topk, I] int8, scale [M * topk] fp32; rows of slots that are not local are not initialized.
     """
     num_slots, N, K = q.shape[0] * topk, w13.shape[1] // 2, w13.shape[2]
-    h = torch.empty((num_slots, N), dtype=out_dtype, device=q.device)
+    whole_rows = config.block_n >= N
+    h = torch.empty((num_slots, N), dtype=torch.int8 if whole_rows else dtype, device=q.device)
+    h_scale = torch.empty(num_slots, dtype=torch.float32, device=q.device) if whole_rows else None
     max_blocks = alignment.expert_ids.numel()
     _moe_gate_up_kernel[(max_blocks * triton.cdiv(N, config.block_n),)](
         q,
@@ -146,6 +175,7 @@ def launch_moe_gate_up(
         w13_scale,
         *alignment,
         h,
+        h_scale,
         max_blocks,
         num_slots,
         topk,
@@ -154,9 +184,12 @@ def launch_moe_gate_up(
         q.stride(0),
         w13.stride(0),
         w13.stride(1),
-        **_options(config, K, accumulator),
+        DTYPE=TRITON_DTYPES[dtype],
+        **_options(config, K, accumulator, overlaps(q.device)),
     )
-    return h
+    if h_scale is None:
+        h, h_scale = launch_quantize_per_token(h)
+    return h, h_scale.view(-1)
 
 
 def launch_moe_down(
@@ -197,12 +230,12 @@ def launch_moe_down(
         K,
         w2.stride(0),
         w2.stride(1),
-        **_options(config, K, accumulator),
+        **_options(config, K, accumulator, overlaps(q.device)),
     )
     return y
 
 
-def _options(config: LaunchConfig, K: int, accumulator: str) -> dict[str, int | bool]:
+def _options(config: LaunchConfig, K: int, accumulator: str, overlap: bool) -> dict[str, int | bool]:
     return {
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
@@ -210,6 +243,8 @@ def _options(config: LaunchConfig, K: int, accumulator: str) -> dict[str, int | 
         "GROUP_M": config.group_m,
         "EVEN_K": K % config.block_k == 0,
         "FP32_ACCUMULATE": accumulator == "fp32",
+        "OVERLAP": overlap,
+        "launch_pdl": overlap,
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
         "enable_fp_fusion": False,  # every scaling rounds on its own

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from moe_int8.dispatch import INTERPRETED
+from moe_int8.quantize import quantize_per_token_ref
 
 
 @pytest.fixture
@@ -12,7 +13,18 @@ def align(device):
         pytest.skip("no CPU path: run with TRITON_INTERPRET=1 or on a GPU")
     from moe_int8.kernels.moe_align import launch_moe_align
 
-    return launch_moe_align
+    def align(topk_ids, expert_map, num_experts, block_m):
+        x = torch.randn(len(topk_ids), 40, dtype=torch.bfloat16, device=device)
+        q, scale, alignment = launch_moe_align(x, None, topk_ids, expert_map, num_experts, block_m)
+        expected_q, expected_scale = quantize_per_token_ref(x)
+        assert torch.equal(q, expected_q)
+        assert torch.equal(scale, expected_scale.view(-1))
+        with_scales = launch_moe_align(q, scale, topk_ids, expert_map, num_experts, block_m)
+        assert with_scales[0] is q and with_scales[1] is scale
+        assert used(with_scales[2]) == used(alignment)
+        return alignment
+
+    return align
 
 
 def layout(topk_ids: torch.Tensor, num_experts: int, block_m: int, expert_map=None) -> tuple[list, list]:
@@ -44,7 +56,7 @@ def test_c05_worked_example(align, device, dtype):
     assert used(alignment) == ([1, 8, 8, 8, 0, 2, 3, 5, 7, 8, 8, 8, 4, 6, 8, 8], [0, 2, 2, 3])
 
 
-@pytest.mark.parametrize("M, topk, E, block_m", [(1, 8, 256, 16), (300, 8, 7, 16), (200, 6, 3, 64), (5, 1, 1, 16)])
+@pytest.mark.parametrize("M, topk, E, block_m", [(1, 8, 256, 16), (300, 8, 7, 16), (3000, 6, 5, 16), (200, 6, 3, 64), (5, 1, 1, 16)])
 def test_matches_definition(align, device, M, topk, E, block_m):
     topk_ids = torch.randint(-2, E + 2, (M, topk), dtype=torch.int32, device=device)  # some ids name no expert
     assert used(align(topk_ids, None, E, block_m)) == layout(topk_ids, E, block_m)
