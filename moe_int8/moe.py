@@ -259,8 +259,9 @@ def _run_triton(
 ) -> None:
     from moe_int8.kernels.fused_moe import launch_fused_moe
 
-    *weights, expert_map = experts
-    launch_fused_moe(x, x_scale, *weights, topk_weights, topk_ids, expert_map, factor, accumulator, dtype, out)
+    w13, w13_scale, w2, w2_scale, expert_map = experts
+    routing = (topk_weights, topk_ids, expert_map)
+    launch_fused_moe(x, x_scale, w13, w13_scale, w2, w2_scale, *routing, factor, accumulator, dtype, out)
 
 
 def _run_cpu(

@@ -72,12 +72,11 @@ class FewTokensConfig:
 
 
 @dataclass(frozen=True)
-class MoEPlan:
-    """Which kernels run a fused MoE: `few_tokens` alone, or `gate_up` and `down`, which share gate_up.block_m."""
+class TwoGemmsConfig:
+    """How the two GEMMs over blocks of rows are cut into programs; both have the same block_m."""
 
-    few_tokens: FewTokensConfig | None
-    gate_up: LaunchConfig | None
-    down: LaunchConfig | None
+    gate_up: LaunchConfig
+    down: LaunchConfig
 
 
 FIELD_NAMES = {  # in the files -> here
@@ -103,8 +102,10 @@ def dense_config(M: int, N: int, K: int, device: torch.device, accumulator: str)
     return _usable(config, 1, capability, accumulator)
 
 
-def moe_plan(M: int, topk: int, E: int, N: int, device: torch.device, accumulator: str) -> MoEPlan:
-    """The kernels of fused_moe and their configurations.
+def moe_plan(
+    M: int, topk: int, E: int, N: int, device: torch.device, accumulator: str
+) -> FewTokensConfig | TwoGemmsConfig:
+    """Which kernels run a fused MoE, and how.
 
     Args:
         M: tokens in the call.
@@ -115,14 +116,14 @@ def moe_plan(M: int, topk: int, E: int, N: int, device: torch.device, accumulato
     slots = M * topk
     exact = accumulator == "int32"  # sums may be split and their parts added in any order
     if exact and slots <= FEW_SLOTS and topk <= FEW_TOKENS_TOPK and N <= FEW_TOKENS_N:
-        return MoEPlan(default_few_tokens(slots, N), None, None)
+        return default_few_tokens(slots, N)
     tuned = _tuned(config_file_name(name, E=E, N=N), M)
     rows = -(-slots // E)  # of one expert, on average
     gate_up, down = (
         _usable(tuned or default_config(rows, b_tiles, accumulator), b_tiles, capability, accumulator)
         for b_tiles in (GATE_UP_B_TILES, 1)
     )
-    return MoEPlan(None, gate_up, down)
+    return TwoGemmsConfig(gate_up, down)
 
 
 def config_file_name(device_name: str, **sizes: int) -> str:

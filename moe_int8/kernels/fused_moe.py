@@ -6,7 +6,7 @@ from moe_int8.kernels.moe_align import launch_moe_align
 from moe_int8.kernels.moe_combine import launch_moe_combine
 from moe_int8.kernels.moe_few_tokens import launch_moe_few_tokens
 from moe_int8.kernels.moe_gemm import launch_moe_down, launch_moe_gate_up
-from moe_int8.tuning import moe_plan
+from moe_int8.tuning import FewTokensConfig, moe_plan
 
 
 def launch_fused_moe(
@@ -32,7 +32,7 @@ def launch_fused_moe(
     (M, topk), (E, _, inter) = topk_ids.shape, w2.shape
     spread = E if expert_map is None else expert_map.numel()
     plan = moe_plan(M, topk, spread, inter, x.device, accumulator)
-    if plan.few_tokens is not None:
+    if isinstance(plan, FewTokensConfig):
         launch_moe_few_tokens(
             x,
             x_scale,
@@ -45,7 +45,7 @@ def launch_fused_moe(
             expert_map,
             factor,
             dtype,
-            plan.few_tokens,
+            plan,
             y,
         )
         return

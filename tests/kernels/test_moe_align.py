@@ -20,7 +20,8 @@ def align(device):
         assert torch.equal(q, expected_q)
         assert torch.equal(scale, expected_scale.view(-1))
         with_scales = launch_moe_align(q, scale, topk_ids, expert_map, num_experts, block_m)
-        assert with_scales[0] is q and with_scales[1] is scale
+        assert with_scales[0] is q
+        assert with_scales[1] is scale
         assert used(with_scales[2]) == used(alignment)
         return alignment
 
@@ -56,7 +57,9 @@ def test_c05_worked_example(align, device, dtype):
     assert used(alignment) == ([1, 8, 8, 8, 0, 2, 3, 5, 7, 8, 8, 8, 4, 6, 8, 8], [0, 2, 2, 3])
 
 
-@pytest.mark.parametrize("M, topk, E, block_m", [(1, 8, 256, 16), (300, 8, 7, 16), (3000, 6, 5, 16), (200, 6, 3, 64), (5, 1, 1, 16)])
+@pytest.mark.parametrize(
+    "M, topk, E, block_m", [(1, 8, 256, 16), (300, 8, 7, 16), (3000, 6, 5, 16), (200, 6, 3, 64), (5, 1, 1, 16)]
+)
 def test_matches_definition(align, device, M, topk, E, block_m):
     topk_ids = torch.randint(-2, E + 2, (M, topk), dtype=torch.int32, device=device)  # some ids name no expert
     assert used(align(topk_ids, None, E, block_m)) == layout(topk_ids, E, block_m)
